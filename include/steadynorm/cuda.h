@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// GroupNorm on a CUDA device. No CUDA header is needed to include this one. Allocates nothing and never synchronises:
+// workspace and stream are the caller's, the current device is the one that holds the data. Safe to capture in a graph.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "steadynorm/problem.h"
+
+namespace steadynorm::cuda {
+
+using Stream = void*;  // a cudaStream_t
+
+struct ForwardArguments {
+  const void* x = nullptr;       // [N, C, S] or [N, S, C] by layout
+  const void* weight = nullptr;  // [C] or [N, C]; null when problem.weight is missing
+  const void* bias = nullptr;
+  void* y = nullptr;             // x's layout, dtype problem.y
+  float* statistics = nullptr;   // [3, N, G]: mean hi, mean lo, rstd
+  void* workspace = nullptr;     // forward_workspace(problem) bytes, 256-byte aligned, any contents
+};
+
+struct BackwardArguments {
+  const void* x = nullptr;
+  const void* dy = nullptr;  // x's layout, dtype problem.y
+  const void* weight = nullptr;
+  const void* bias = nullptr;
+  const float* statistics = nullptr;  // as written by forward
+  void* dx = nullptr;                 // null: not wanted; likewise dweight and dbias
+  void* dweight = nullptr;
+  void* dbias = nullptr;
+  void* workspace = nullptr;  // backward_workspace(problem) bytes, 256-byte aligned, any contents
+};
+
+std::size_t forward_workspace(const Problem&);
+std::size_t backward_workspace(const Problem&);
+
+// InvalidArgument by validate(); Unsupported when the build has no code for the device; DeviceError when a launch fails.
+void forward(const Problem&, const ForwardArguments&, Stream);
+void backward(const Problem&, const BackwardArguments&, Stream);
+
+// Moments of each group as double [N, G, 3]: count, mean, M2 (the sum of squared deviations).
+void moments(const Problem&, const void* x, double* moments, void* workspace, Stream);
+
+// y from given moments [N, G, 3]; forward is moments followed by apply, bit for bit. statistics may be null.
+void apply(const Problem&, const ForwardArguments&, const double* moments, Stream);
+
+}  // namespace steadynorm::cuda
