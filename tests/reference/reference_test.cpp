@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The reference judges everything else, so nothing here trusts it: closed forms, finite differences, and other
-// normalisations written out by hand.
+// The reference judges everything else, so nothing here trusts it: closed forms, finite differences, and
+// other normalisations written out by hand.
 #include "steadynorm/reference.h"
 
 #include <cmath>
@@ -26,7 +26,8 @@ constexpr Activation kActivations[] = {Activation::none, Activation::relu, Activ
 constexpr ParameterShape kShapes[] = {ParameterShape::missing, ParameterShape::per_channel,
                                       ParameterShape::per_sample};
 
-Problem problem(std::int64_t N, std::int64_t C, std::int64_t G, std::int64_t S, Layout layout = Layout::contiguous) {
+Problem problem(std::int64_t N, std::int64_t C, std::int64_t G, std::int64_t S,
+                Layout layout = Layout::contiguous) {
   Problem p;
   p.samples = N;
   p.channels = C;
@@ -60,8 +61,8 @@ struct Backward {
 Backward backward(const Problem& p, const Data& d) {
   const double nan = std::numeric_limits<double>::quiet_NaN();  // whatever is not written shows
   Backward b{Values(d.x.size(), nan), Values(d.weight.size(), nan), Values(d.bias.size(), nan)};
-  reference::backward(p, d.x.data(), d.dy.data(), d.weight.data(), d.bias.data(), b.dx.data(), b.dweight.data(),
-                      b.dbias.data());
+  reference::backward(p, d.x.data(), d.dy.data(), d.weight.data(), d.bias.data(), b.dx.data(),
+                      b.dweight.data(), b.dbias.data());
   return b;
 }
 
@@ -113,7 +114,8 @@ TEST(ReferenceForward, AConstantGroupBecomesItsBias) {
       p.weight.shape = p.bias.shape = ParameterShape::per_channel;
       Data d{Values(84, value), {}, {1, 2, 3, 4, 5, 6}, {0.1, 0.2, 0.3, 0.4, 0.5, 0.6}};
       const Forward f = forward(p, d);
-      for (std::int64_t c = 0; c < 6; ++c) EXPECT_EQ(f.y[at(p, 1, c, 3)], d.bias[static_cast<std::size_t>(c)]);
+      for (std::int64_t c = 0; c < 6; ++c)
+        EXPECT_EQ(f.y[at(p, 1, c, 3)], d.bias[static_cast<std::size_t>(c)]);
       EXPECT_EQ(f.mean[0], value);
       EXPECT_DOUBLE_EQ(f.rstd[0], 1 / std::sqrt(1e-5));
     }
@@ -189,7 +191,7 @@ TEST(ReferenceBackward, ParameterGradientsAreTheirSums) {
           d.dy[at(p, n, c, s)] = static_cast<double>(100 * n + 10 * c + s);
         }
     const Backward b = backward(p, d);
-    EXPECT_EQ(b.dweight, (Values{2, 2}));        // dy(s = 1) - dy(s = 0), over both samples
+    EXPECT_EQ(b.dweight, (Values{2, 2}));  // dy(s = 1) - dy(s = 0), over both samples
     EXPECT_EQ(b.dbias, (Values{1, 21, 201, 221}));
   }
 }
@@ -204,7 +206,8 @@ double objective(const Problem& p, const Data& d) {
   return static_cast<double>(sum);
 }
 
-void expect_gradient(const Problem& p, Data d, Values Data::*values, const Values& gradient, const char* name) {
+void expect_gradient(const Problem& p, Data d, Values Data::*values, const Values& gradient,
+                     const char* name) {
   constexpr double h = 1e-5;
   for (std::size_t i = 0; i < (d.*values).size(); ++i) {
     const double saved = (d.*values)[i];
@@ -241,8 +244,10 @@ TEST(ReferenceActivation, DerivativesAreFiniteDifferences) {
     for (double z = -12; z <= 12; z += 0.01) {
       const double h = 1e-5;
       if (activation == Activation::relu && std::fabs(z) < 2 * h) continue;
-      const double slope = (reference::activate(activation, z + h) - reference::activate(activation, z - h)) / (2 * h);
-      ASSERT_NEAR(reference::activate_derivative(activation, z), slope, 2e-9) << to_string(activation) << " " << z;
+      const double slope =
+          (reference::activate(activation, z + h) - reference::activate(activation, z - h)) / (2 * h);
+      ASSERT_NEAR(reference::activate_derivative(activation, z), slope, 2e-9)
+          << to_string(activation) << " " << z;
     }
 }
 
@@ -251,7 +256,7 @@ TEST(ReferenceActivation, KnownValues) {
   EXPECT_EQ(reference::activate(relu, -2), 0);
   EXPECT_EQ(reference::activate(relu, 2), 2);
   EXPECT_DOUBLE_EQ(reference::activate(silu, std::log(3.0)), 0.75 * std::log(3.0));  // sigmoid(ln 3) = 3/4
-  EXPECT_NEAR(reference::activate(gelu, 1), 0.84134474606854293, 1e-16);             // the normal integral to 1
+  EXPECT_NEAR(reference::activate(gelu, 1), 0.84134474606854293, 1e-16);  // the normal integral to 1
   EXPECT_NEAR(reference::activate(gelu_tanh, 1), 0.84119199060827676, 1e-15);
   for (const Activation activation : {silu, gelu, gelu_tanh}) {
     EXPECT_EQ(reference::activate(activation, 0), 0);
@@ -308,8 +313,10 @@ TEST(ReferenceLayouts, AgreeElementwise) {
       ASSERT_NEAR(f.y[i], g.y[j], 1e-13 * (1 + std::fabs(f.y[i]))) << describe(p);
       ASSERT_NEAR(b.dx[i], r.dx[j], 1e-12 * (1 + f.rstd[0]) * (1 + std::fabs(b.dx[i]))) << describe(p);
     });
-    for (std::size_t i = 0; i < b.dweight.size(); ++i) ASSERT_NEAR(b.dweight[i], r.dweight[i], 1e-11) << describe(p);
-    for (std::size_t i = 0; i < b.dbias.size(); ++i) ASSERT_NEAR(b.dbias[i], r.dbias[i], 1e-11) << describe(p);
+    for (std::size_t i = 0; i < b.dweight.size(); ++i)
+      ASSERT_NEAR(b.dweight[i], r.dweight[i], 1e-11) << describe(p);
+    for (std::size_t i = 0; i < b.dbias.size(); ++i)
+      ASSERT_NEAR(b.dbias[i], r.dbias[i], 1e-11) << describe(p);
   }
 }
 
@@ -331,7 +338,8 @@ TEST(ReferenceEdges, AGroupOfOneElementIsItsBiasAndItsDxIsExactlyZero) {
     p.weight.shape = p.bias.shape = ParameterShape::per_sample;
     const Data d = test::make_data(p, Kind::normal, 30);
     const Forward f = forward(p, d);
-    for (std::size_t i = 0; i < f.y.size(); ++i) EXPECT_EQ(f.y[i], reference::activate(activation, d.bias[i]));
+    for (std::size_t i = 0; i < f.y.size(); ++i)
+      EXPECT_EQ(f.y[i], reference::activate(activation, d.bias[i]));
     const Backward b = backward(p, d);
     EXPECT_EQ(b.dx, Values(15, 0));
     EXPECT_EQ(b.dweight, Values(15, 0));
@@ -359,14 +367,16 @@ TEST(ReferenceEdges, AnyOutputMayBeLeftOut) {
 TEST(ReferenceEdges, AnInvalidProblemIsRejectedBeforeAnyWork) {
   const Problem p = problem(1, 30, 4, 1);
   EXPECT_THROW(reference::forward(p, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr), InvalidArgument);
-  EXPECT_THROW(reference::backward(p, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr), InvalidArgument);
+  EXPECT_THROW(reference::backward(p, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr),
+               InvalidArgument);
 }
 
 // The standardised values of a set, from the textbook.
 Values standardised(const Values& values, double eps) {
   double mean = 0, variance = 0;
   for (const double value : values) mean += value / static_cast<double>(values.size());
-  for (const double value : values) variance += (value - mean) * (value - mean) / static_cast<double>(values.size());
+  for (const double value : values)
+    variance += (value - mean) * (value - mean) / static_cast<double>(values.size());
   Values result;
   for (const double value : values) result.push_back((value - mean) / std::sqrt(variance + eps));
   return result;
