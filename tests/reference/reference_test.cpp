@@ -121,6 +121,15 @@ TEST(ReferenceForward, AConstantGroupBecomesItsBias) {
     }
 }
 
+// The sum of 100003 times 0.1 has more digits than a long double: what it loses must not become a deviation.
+TEST(ReferenceForward, TheMeanOfAConstantIsExactAtAnyCount) {
+  Problem p = problem(1, 1, 1, 100003);
+  p.eps = 1e-36;
+  const Forward f = forward(p, Data{Values(100003, 0.1), {}, {}, {}});
+  EXPECT_EQ(f.mean[0], 0.1);
+  EXPECT_EQ(f.y, Values(100003, 0));
+}
+
 TEST(ReferenceForward, ValuesOf1e30StayFinite) {
   Problem p = problem(1, 1, 1, 4);
   const Forward f = forward(p, Data{{1e30, -1e30, 1e30, -1e30}, {}, {}, {}});
