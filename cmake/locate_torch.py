@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints this interpreter's torch as `directory;version;CUDA major` (CUDA "none" for a CPU build), without importing it."""
+"""Prints this interpreter's torch as `directory;version;CUDA major` (or "none"), importing nothing."""
 
 import importlib.util
 import pathlib
