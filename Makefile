@@ -89,7 +89,7 @@ build/site/.stamp: $(sources)
 	cmake --install $(build) --component python --prefix build/site
 	@touch $@
 
-build: preflight-demo $(package)
+build: preflight-build $(package)
 
 # --- Goals -----------------------------------------------------------------------------------------------------------
 demo: preflight-demo $(package) $(demo_tools)
@@ -109,10 +109,10 @@ sanitize: preflight-sanitize
 	cmake --build --preset sanitize
 	ctest --preset sanitize $(ARGS)
 
-test-gpu: preflight-gpu $(package) $(test_tools)
+test-gpu: preflight-test-gpu $(package) $(test_tools)
 	@$(python) tests/cuda/run_gpu.py $(ARGS)
 
-bench: preflight-gpu $(package)
+bench: preflight-bench $(package)
 	@$(python) -m bench $(ARGS)
 
 clean:

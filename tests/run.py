@@ -9,6 +9,7 @@ anything failed.
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # missing file) are failures.
 CTEST_SKIPS = ("SKIP_REGULAR_EXPRESSION_MATCHED", "SKIP_RETURN_CODE")
 
+CTEST_PASSED = re.compile(r"\s*(Start\s+\d+: |\d+/\d+ Test .* Passed )")
 PARTS = ("lint", "cpp", "python")
 
 
@@ -51,7 +53,9 @@ def read_report(path: Path) -> tuple[Count, list[str]]:
             or (status == "notrun" and not chose_to_skip)
         ):
             count.failed += 1
-            failed.append("::".join(filter(None, (case.get("classname"), case.get("name")))))
+            # CTest writes the name in both places.
+            names = dict.fromkeys(filter(None, (case.get("classname"), case.get("name"))))
+            failed.append("::".join(names))
         elif skipped is not None or status == "disabled":
             count.skipped += 1
         else:
@@ -59,12 +63,22 @@ def read_report(path: Path) -> tuple[Count, list[str]]:
     return count, failed
 
 
+def run_quietly(command: list[str]) -> int:
+    """Runs a command, shows its output but for CTest's lines on passed tests, and returns its exit status."""
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, **pipe) as process:
+        for line in process.stdout:
+            if not CTEST_PASSED.match(line):
+                print(line, end="", flush=True)
+    return process.returncode
+
+
 def run_counted(name: str, command: list[str], report: Path) -> Count:
     """Runs one runner, which writes `report`, and returns what it counted."""
     report.unlink(missing_ok=True)
     print(f"\n=== {name} ===", flush=True)
     started = time.monotonic()
-    status = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL).returncode
+    status = run_quietly(command)
     try:
         count, failed = read_report(report)
     except (OSError, ElementTree.ParseError) as error:
@@ -123,7 +137,7 @@ def main() -> int:
         else:
             report = reports / "ctest.xml"
             command = ["ctest", "--test-dir", str(build), "--output-on-failure", "--no-tests=error"]
-            command += ["--progress", "--parallel", str(arguments.jobs), "--output-junit", str(report)]
+            command += ["--parallel", str(arguments.jobs), "--output-junit", str(report)]
             total += run_counted("C++ tests", command, report)
     if "python" in parts:
         report = reports / "pytest.xml"

@@ -1,7 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # preflight.sh <goal> <python> <venv>: names everything that the goal needs and this machine lacks, at once, each with
-# its Debian package. Goals: demo, test, lint, format, sanitize, gpu. With <venv> = system, <python> must have torch.
+# its Debian package. The goal is one of
+# the Makefile's. With <venv> = system, <python> must have torch.
 goal=$1 python=$2 venv=$3
 missing="" packages=""
 
@@ -42,14 +43,14 @@ need_cmake() {
 
 need_python() {
   if ! "$python" -c 'pass' >/dev/null 2>&1; then
-    lacks "Python 3.10 or newer ($python)" "python3"
+    lacks "Python 3.10 or newer with its venv module ($python)" "python3 python3-venv"
     return
   fi
   version=$("$python" -c 'import platform; print(platform.python_version())')
   at_least "$version" 3.10 || lacks "Python 3.10 or newer, got $version" "python3"
   if [ "$venv" = system ]; then
     "$python" "$(dirname "$0")/../cmake/locate_torch.py" >/dev/null 2>&1 ||
-      lacks "PyTorch in $python, which VENV=system asks for" "python3-torch, or leave VENV out"
+      lacks "PyTorch in $python, which VENV=system asks for" "none is new enough, pip install torch, or leave VENV out"
   else
     "$python" -c 'import venv, ensurepip' >/dev/null 2>&1 || lacks "Python's venv module" "python3-venv"
   fi
@@ -62,8 +63,8 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
 }
 
 need_googletest() {
-  command -v "${CXX:-c++}" >/dev/null 2>&1 || return 0
-  echo '#include <gtest/gtest.h>' | ${CXX:-c++} -x c++ -E - >/dev/null 2>&1 || lacks "GoogleTest" "libgtest-dev"
+  echo '#include <gtest/gtest.h>' | ${CXX:-c++} -x c++ -E - >/dev/null 2>&1 ||
+    [ -e /usr/include/gtest/gtest.h ] || lacks "GoogleTest" "libgtest-dev"
 }
 
 need_clang_tools() {
@@ -72,8 +73,7 @@ need_clang_tools() {
 }
 
 case $goal in
-  demo) need_compiler; need_cmake; need_python ;;
-  gpu) need_compiler; need_cmake; need_python ;;
+  build | demo | test-gpu | bench) need_compiler; need_cmake; need_python ;;
   test)
     need_compiler; need_cmake; need_python; need_python_headers
     # A machine without a registry may lack these: tests/run.py then counts what needs them as skipped.
