@@ -27,6 +27,23 @@ install(FILES ${PROJECT_BINARY_DIR}/steadynormConfig.cmake ${PROJECT_BINARY_DIR}
 # --- Python package --------------------------------------------------------------------------------------------------
 if(STEADYNORM_WITH_TORCH)
   install(TARGETS steadynorm_torch LIBRARY DESTINATION steadynorm/lib COMPONENT python EXCLUDE_FROM_ALL)
+  # What the library was built for, readable when it cannot be loaded: it works with that minor version of torch only.
+  set(architectures null)
+  set(cuda null)
+  if(STEADYNORM_WITH_TORCH_CUDA)
+    list(JOIN CMAKE_CUDA_ARCHITECTURES "\", \"" architectures)
+    set(architectures "[\"${architectures}\"]")
+    set(cuda "\"${CUDAToolkit_VERSION}\"")
+  endif()
+  file(CONFIGURE OUTPUT build.json CONTENT [[{
+  "version": "@PROJECT_VERSION@",
+  "torch": "@STEADYNORM_TORCH_VERSION@",
+  "cuda": @cuda@,
+  "cuda_architectures": @architectures@,
+  "compiler": "@CMAKE_CXX_COMPILER_ID@ @CMAKE_CXX_COMPILER_VERSION@"
+}
+]] @ONLY)
+  install(FILES ${PROJECT_BINARY_DIR}/build.json DESTINATION steadynorm/lib COMPONENT python EXCLUDE_FROM_ALL)
 endif()
 if(NOT SKBUILD)
   # What the wheel builder does by itself: the sources, and the metadata that importlib.metadata reads.

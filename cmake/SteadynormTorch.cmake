@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Finds PyTorch through Python and describes it as two imported targets. Not find_package(Torch): that one rewrites the
-# CUDA architectures and flags of the whole project. Sets STEADYNORM_WITH_TORCH and STEADYNORM_WITH_TORCH_CUDA.
+# CUDA architectures and flags of the whole project. Sets STEADYNORM_WITH_TORCH, STEADYNORM_WITH_TORCH_CUDA
+# and STEADYNORM_TORCH_VERSION.
 include_guard()
 
 set(STEADYNORM_WITH_TORCH OFF)
@@ -43,6 +44,7 @@ function(steadynorm_find_torch)
     ${root}/include ${root}/include/torch/csrc/api/include)
   target_link_libraries(steadynorm_libtorch INTERFACE ${root}/lib/libtorch_cpu.so ${root}/lib/libc10.so)
   set(STEADYNORM_WITH_TORCH ON)
+  set(STEADYNORM_TORCH_VERSION ${version})
   set(STEADYNORM_TORCH_SUMMARY "${version} on CPU")
 
   if(STEADYNORM_WITH_CUDA AND EXISTS ${root}/lib/libc10_cuda.so)
@@ -58,7 +60,7 @@ function(steadynorm_find_torch)
       message(FATAL_ERROR "STEADYNORM_CUDA=ON needs the toolkit of torch's CUDA ${cuda}, got ${CUDAToolkit_VERSION}")
     endif()
   endif()
-  return(PROPAGATE STEADYNORM_WITH_TORCH STEADYNORM_WITH_TORCH_CUDA STEADYNORM_TORCH_SUMMARY)
+  return(PROPAGATE STEADYNORM_WITH_TORCH STEADYNORM_WITH_TORCH_CUDA STEADYNORM_TORCH_VERSION STEADYNORM_TORCH_SUMMARY)
 endfunction()
 
 if(STEADYNORM_TORCH)  # AUTO or ON
