@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every quantity's one formula, shared by the backends, forward and backward. docs/numerics.md derives their errors.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "core/activation.h"
+#include "core/numeric.h"
+
+namespace steadynorm {
+
+// ---- statistics ----
+
+// Moments of a set of values. count is an integer, exact in double; m2 is the sum of squared deviations from mean.
+struct Moments {
+  double count = 0;
+  double mean = 0;
+  double m2 = 0;
+};
+
+// The union of two sets, `a` before `b` in tree order. An empty set is absent, not zero.
+STEADYNORM_HD Moments merge(const Moments& a, const Moments& b) {
+  if (b.count == 0) return a;
+  if (a.count == 0) return b;
+  const double count = a.count + b.count;
+  const double share = a.count == b.count ? 0.5 : b.count / count;  // equal counts need no division, and give its bits
+  const double delta = b.mean - a.mean;
+  return {count, a.mean + delta * share, (a.m2 + b.m2) + delta * delta * (a.count * share)};
+}
+
+// A micro-batch is summed in fp32 around its own fp32 mean m: d = sum(x - m), q = sum((x - m)^2).
+// d repairs what rounding m lost: the mean is m + d / n, and m2 = q - d^2 / n.
+STEADYNORM_HD Moments micro_batch_moments(int count, float m, float d, float q) {
+  const double correction = static_cast<double>(d) / count;
+  const double m2 = static_cast<double>(q) - static_cast<double>(d) * correction;
+  return {static_cast<double>(count), static_cast<double>(m) + correction, m2 > 0 ? m2 : 0};
+}
+
+// Whether q lost nothing to overflow or underflow. Otherwise (huge, tiny or constant values, NaN) the micro-batch is
+// computed again in double from the values that are still at hand. Below 2^-100, squares begin to leave fp32's range.
+STEADYNORM_HD bool is_reliable(float q) { return q >= 7.8886090522101181e-31f && q <= 3.4028234663852886e38f; }
+
+// mean as hi + lo, so that x - mean loses nothing when |mean| >> deviation.
+struct Statistics {
+  float mean_hi;
+  float mean_lo;
+  float rstd;
+};
+
+STEADYNORM_HD Statistics statistics_of(const Moments& moments, double eps) {
+  const float hi = static_cast<float>(moments.mean);
+  const float lo = static_cast<float>(moments.mean - static_cast<double>(hi));
+  return {hi, lo, static_cast<float>(1.0 / sqrt(moments.m2 / moments.count + eps))};
+}
+
+// ---- forward ----
+
+STEADYNORM_HD float centred(float x, const Statistics& s) { return (x - s.mean_hi) - s.mean_lo; }
+
+// z = affine(centred(x), weight * rstd, bias); y = activate(z).
+STEADYNORM_HD float affine(float centred, float scale, float bias) { return centred * scale + bias; }
+
+// ---- backward ----
+
+// The two sums of a channel: sum(dz) and sum(dz * normalized), where dz = dy * activation'(z).
+struct ChannelSums {
+  double dz = 0;
+  double dz_normalized = 0;
+};
+
+STEADYNORM_HD ChannelSums merge(const ChannelSums& a, const ChannelSums& b) {
+  return {a.dz + b.dz, a.dz_normalized + b.dz_normalized};
+}
+
+// The two means over a group that dx subtracts: mean(weight * dz) and mean(weight * dz * normalized).
+struct GroupMeans {
+  float dz;
+  float dz_normalized;
+};
+
+STEADYNORM_HD ChannelSums weighted(float weight, float dz, float dz_normalized) {
+  return {static_cast<double>(weight) * dz, static_cast<double>(weight) * dz_normalized};
+}
+
+STEADYNORM_HD GroupMeans group_means(const ChannelSums& sums, double group_size) {
+  return {static_cast<float>(sums.dz / group_size), static_cast<float>(sums.dz_normalized / group_size)};
+}
+
+// weight * dz rounds as it did in the sums, so that a group of one element gives exactly 0.
+STEADYNORM_HD float input_gradient(float weight, float dz, float normalized, const GroupMeans& means, float rstd) {
+  return rstd * ((weight * dz - means.dz) - normalized * means.dz_normalized);
+}
+
+}  // namespace steadynorm
