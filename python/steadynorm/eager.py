@@ -81,36 +81,44 @@ def check(
     out_dtype: torch.dtype | None,
 ) -> None:
     """The operator's own checks, in its order and words."""
-    check_activation(activation)
     if input.dim() < 2:
-        _reject(f"input must have at least 2 dimensions, [N, C, *], got {input.dim()}")
-    if input.dtype not in DTYPES:
-        _reject(f"input must be float32, bfloat16, float16 or float64, got {_name(input.dtype)}")
-    N, C, S = input.size(0), input.size(1), math.prod(input.shape[2:])
-    if C <= 0:
-        _reject(f"channels must be positive, got C={C}")
-    if S <= 0:
-        _reject(f"every spatial size must be positive, got S={S}")
+        _reject(f"input must have at least 2 dimensions, got {input.dim()}")
+    N, C = input.shape[:2]
     if num_groups <= 0:
         _reject(f"groups must be positive, got G={num_groups}")
     if C % num_groups != 0:
         _reject(f"channels must be divisible by groups, got C={C}, G={num_groups}")
-    if not (math.isfinite(eps) and eps >= 0):
-        _reject(f"eps must be finite and not negative, got eps={eps:f}")
+    if input.numel() == num_groups:
+        # In torch.nn.functional.group_norm's own words.
+        sizes = [1, num_groups, *input.shape[2:]]
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {sizes}")
+    _check_dtype("input", input.dtype)
+    if C == 0:
+        _reject(f"channels must be positive, got C={C}")
+    if 0 in input.shape[2:]:
+        _reject("every spatial size must be positive, got S=0")
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:
             continue
-        if parameter.dtype not in DTYPES:
-            _reject(f"{name} must be float32, bfloat16, float16 or float64, got {_name(parameter.dtype)}")
-        if parameter.dtype == torch.float64 and input.dtype != torch.float64:
-            _reject(f"a float64 {name} needs a float64 input, got input {_name(input.dtype)}")
         if tuple(parameter.shape) not in ((C,), (N, C)):
-            _reject(f"{name} must be [C] or [N, C] with N={N}, C={C}, got {list(parameter.shape)}")
+            sizes = list(parameter.shape)
+            _reject(f"{name} must have shape [C] or [N, C] with N={N}, C={C}, got {sizes}")
         if parameter.device != input.device:
-            _reject(f"{name} must be on the input's device {input.device}, got {parameter.device}")
-    if out_dtype is not None and out_dtype not in DTYPES:
-        _reject(f"out_dtype must be a floating dtype, got {_name(out_dtype)}")
-    # F.group_norm's own check and words: one value per group in the whole batch.
+            _reject(f"{name} must be on input's device {input.device}, got {parameter.device}")
+        _check_dtype(name, parameter.dtype)
+    check_activation(activation)
+    if out_dtype is not None:
+        _check_dtype("out_dtype", out_dtype)
+    if not (math.isfinite(eps) and eps >= 0):
+        _reject(f"eps must be finite and not negative, got eps={eps:f}")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.dtype == torch.float64 != input.dtype:
+            _reject(f"a float64 {name} needs a float64 input, got input {_name(input.dtype)}")
+
+
+def _check_dtype(name: str, dtype: torch.dtype) -> None:
+    if dtype not in DTYPES:
+        _reject(f"{name} must be float32, bfloat16, float16 or float64, got {_name(dtype)}")
 
 
 def check_activation(name: str) -> None:

@@ -81,7 +81,7 @@ def group_norm(
     if out_dtype is MATCH_STOCK_DTYPE:
         out_dtype = _stock_dtype(input)
     elif out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype.is_floating_point):
-        raise ValueError(f"group_norm: out_dtype must be a floating dtype or None, got {out_dtype}")
+        raise ValueError(f"group_norm: out_dtype must be a floating dtype or None, got {out_dtype!r}")
     return rungs.serve(input, num_groups, weight, bias, eps, activation or "none", out_dtype)
 
 
