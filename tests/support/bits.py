@@ -32,5 +32,6 @@ def assert_same_bits(got: torch.Tensor, expected: torch.Tensor, what: str) -> No
     a, b = (int(as_bits(t).flatten()[at]) & mask for t in (got, expected))
     raise AssertionError(
         f"{what}: {int(differs.sum())} of {got.numel()} values differ, first at {place}: "
-        f"0x{a:0{digits}x} ({got.flatten()[at].item()!r}), not 0x{b:0{digits}x} ({expected.flatten()[at].item()!r})"
+        f"0x{a:0{digits}x} ({got.flatten()[at].item()!r}), "
+        f"not 0x{b:0{digits}x} ({expected.flatten()[at].item()!r})"
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GroupNorm by its definition in float64, and how far a result may be from it (docs/numerics.md).
 
-The formulas are those of docs/numerics.md, "Bounds"; letters as there. Works on any device. A slice of whole groups,
-x[:, c0:c1] with groups in proportion, is a problem of its own, so large tensors can be checked by parts.
+The formulas are those of docs/numerics.md, "Bounds"; letters as there. Works on any device. A slice of whole
+groups, x[:, c0:c1] with groups in proportion, is a problem of its own: large tensors can be checked by parts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def slope(z: torch.Tensor, activation: str) -> torch.Tensor:
         sigmoid = torch.sigmoid(z)
         return sigmoid * (1 + z * (1 - sigmoid))
     if activation == "gelu":
-        return 0.5 * torch.special.erfc(-z / math.sqrt(2)) + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+        return 0.5 * torch.special.erfc(-z / math.sqrt(2)) + z * torch.exp(-0.5 * z * z) / math.sqrt(
+            2 * math.pi
+        )
     root = math.sqrt(2 / math.pi)
     tanh = torch.tanh(root * (z + 0.044715 * z**3))
     return 0.5 * (1 + tanh) + 0.5 * z * (1 - tanh**2) * root * (1 + 3 * 0.044715 * z**2)
@@ -101,7 +103,9 @@ def expect(
     factor = FORWARD if activation in ("none", "relu") else FORWARD_ACTIVATED
     result = {
         "y": Expected(
-            activate(z, activation).reshape(x.shape), (factor * U * term).reshape(x.shape), term.reshape(x.shape)
+            activate(z, activation).reshape(x.shape),
+            (factor * U * term).reshape(x.shape),
+            term.reshape(x.shape),
         )
     }
     if dy is None:
@@ -140,7 +144,7 @@ def expect(
 
 
 def beyond_half_unit(got: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """How far `got` is from the float64 `value` beyond half a unit of got's dtype; a matching Inf or NaN is 0 away."""
+    """How far `got` is from the float64 `value` beyond half a unit of its dtype; Inf equals Inf, NaN NaN."""
     held = got.detach().double()
     near = torch.maximum(held.abs(), value.abs())
     beyond = ((held - value).abs() - half_unit(near, got.dtype)).clamp(min=0)
@@ -150,7 +154,7 @@ def beyond_half_unit(got: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def worst(got: torch.Tensor, value: torch.Tensor, scale: torch.Tensor) -> float:
-    """The largest error beyond half a unit as a multiple of `scale`; infinite where a scale of 0 is exceeded."""
+    """The largest error beyond half a unit over `scale`; infinite where a scale of 0 is exceeded."""
     beyond = beyond_half_unit(got, value)
     if beyond.numel() == 0:
         return 0.0
@@ -159,7 +163,9 @@ def worst(got: torch.Tensor, value: torch.Tensor, scale: torch.Tensor) -> float:
 
 def assert_within(got: torch.Tensor, expected: Expected, what: str) -> None:
     """Fails with the worst coordinate when a value is further from the right one than its bound."""
-    assert got.shape == expected.value.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(expected.value.shape)}"
+    assert got.shape == expected.value.shape, (
+        f"{what}: shape {tuple(got.shape)}, not {tuple(expected.value.shape)}"
+    )
     ratio = worst(got, expected.value, expected.allowance)
     if ratio <= 1:
         return
@@ -169,6 +175,7 @@ def assert_within(got: torch.Tensor, expected: Expected, what: str) -> None:
     place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), got.shape))
     raise AssertionError(
         f"{what}: {ratio:.3g} times the bound at {place}: got {got.flatten()[at].item()!r}, "
-        f"right {expected.value.flatten()[at].item()!r}, allowed {expected.allowance.flatten()[at].item():.3g} "
-        f"beyond half a unit; {int((share > 1).sum())} of {share.numel()} values are out"
+        f"right {expected.value.flatten()[at].item()!r}, "
+        f"allowed {expected.allowance.flatten()[at].item():.3g} beyond half a unit; "
+        f"{int((share > 1).sum())} of {share.numel()} values are out"
     )

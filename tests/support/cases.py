@@ -40,6 +40,11 @@ def read_cases(path: Path = ROOT / "cases" / "cases.csv") -> list[Case]:
     """All cases, in the order of the file."""
     with path.open(newline="") as file:
         return [
-            Case(row["name"], tuple(int(size) for size in row["shape"].split("x")), int(row["groups"]), row["layout"])
+            Case(
+                row["name"],
+                tuple(int(size) for size in row["shape"].split("x")),
+                int(row["groups"]),
+                row["layout"],
+            )
             for row in csv.DictReader(file)
         ]
