@@ -37,7 +37,7 @@ def compile_job(job: Job, device: str = "cuda") -> None:
         torch.cuda.empty_cache()
 
 
-def precompile(jobs: list[Job], seconds: float) -> tuple[int, float]:
+def precompile(jobs: list[Job], seconds: float, device: str = "cuda") -> tuple[int, float]:
     """Compiles `jobs` within `seconds`. What fails or is late is left to the process that times.
 
     Returns how many were done and the seconds taken.
@@ -51,7 +51,7 @@ def precompile(jobs: list[Job], seconds: float) -> tuple[int, float]:
     pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
     processes = []
     try:
-        futures = [pool.submit(compile_job, job) for job in jobs]
+        futures = [pool.submit(compile_job, job, device) for job in jobs]
         processes = list(pool._processes.values())
         done, late = concurrent.futures.wait(futures, timeout=seconds)
     finally:
