@@ -85,7 +85,7 @@ $(VENV)/.stamp-package: $(sources) $(base)
 
 build/site/.stamp: $(sources)
 	cmake -S . -B $(build) -G Ninja -DPython_EXECUTABLE=$(shell command -v $(PYTHON)) -DSTEADYNORM_TESTS=OFF $(cmake_options)
-	cmake --build $(build)
+	cmake --build $(build) --target steadynorm_torch
 	cmake --install $(build) --component python --prefix build/site
 	@touch $@
 
@@ -95,7 +95,9 @@ build: preflight-build $(package)
 demo: preflight-demo $(package) $(demo_tools)
 	@$(python) examples/brain_unet $(ARGS)
 
-test: preflight-test $(package) $(test_tools)
+# A build that fails is a failed test too, and says so in the last line.
+test: preflight-test
+	@$(MAKE) --no-print-directory $(package) $(test_tools) || { echo '0 passed, 1 failed, 0 skipped'; exit 1; }
 	@$(python) tests/run.py --build $(build) --jobs $(JOBS) $(if $(filter system,$(VENV)),--allow-missing) $(ARGS)
 
 lint: preflight-lint $(test_tools)

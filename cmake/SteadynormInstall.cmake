@@ -28,14 +28,14 @@ install(FILES ${PROJECT_BINARY_DIR}/steadynormConfig.cmake ${PROJECT_BINARY_DIR}
 if(STEADYNORM_WITH_TORCH)
   install(TARGETS steadynorm_torch LIBRARY DESTINATION steadynorm/lib COMPONENT python EXCLUDE_FROM_ALL)
   # What the library was built for, readable when it cannot be loaded: it works with that minor version of torch only.
-  set(architectures null)
+  set(architectures "[]")
   set(cuda null)
   if(STEADYNORM_WITH_TORCH_CUDA)
     list(JOIN CMAKE_CUDA_ARCHITECTURES "\", \"" architectures)
     set(architectures "[\"${architectures}\"]")
     set(cuda "\"${CUDAToolkit_VERSION}\"")
   endif()
-  file(CONFIGURE OUTPUT build.json CONTENT [[{
+  file(CONFIGURE OUTPUT build_info.json CONTENT [[{
   "version": "@PROJECT_VERSION@",
   "torch": "@STEADYNORM_TORCH_VERSION@",
   "cuda": @cuda@,
@@ -43,7 +43,7 @@ if(STEADYNORM_WITH_TORCH)
   "compiler": "@CMAKE_CXX_COMPILER_ID@ @CMAKE_CXX_COMPILER_VERSION@"
 }
 ]] @ONLY)
-  install(FILES ${PROJECT_BINARY_DIR}/build.json DESTINATION steadynorm/lib COMPONENT python EXCLUDE_FROM_ALL)
+  install(FILES ${PROJECT_BINARY_DIR}/build_info.json DESTINATION steadynorm/lib COMPONENT python EXCLUDE_FROM_ALL)
 endif()
 if(NOT SKBUILD)
   # What the wheel builder does by itself: the sources, and the metadata that importlib.metadata reads.

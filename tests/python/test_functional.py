@@ -6,7 +6,7 @@ import doctest
 import pytest
 import torch
 import torch.nn.functional as F
-from support import ACTIVATIONS, FLOATS, LAYOUTS, channels_last, laid_out, layout_of, normal
+from helpers import ACTIVATIONS, FLOATS, LAYOUTS, channels_last, laid_out, layout_of, normal
 from torch._subclasses import FakeTensorMode
 
 import steadynorm

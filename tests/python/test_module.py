@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from support import ACTIVATIONS, FLOATS, LAYOUTS, laid_out, layout_of, normal
+from helpers import ACTIVATIONS, FLOATS, LAYOUTS, laid_out, layout_of, normal
 from torch import nn
 
 import steadynorm
