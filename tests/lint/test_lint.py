@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+
 from lint import lint
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+
 import run
 
 CTEST = """<?xml version="1.0" encoding="UTF-8"?>
