@@ -120,7 +120,9 @@ TEST(CpuAccuracy, NanStaysInItsGroup) {
         const auto at = static_cast<std::size_t>(e);
         ASSERT_EQ(std::isnan(y[at]), inside) << describe(p) << " element " << e;
         ASSERT_EQ(std::isnan(dx[at]), inside) << describe(p) << " element " << e;
-        if (!inside) ASSERT_EQ(y[at], y_before[at]) << describe(p) << " element " << e;
+        if (!inside) {
+          ASSERT_EQ(y[at], y_before[at]) << describe(p) << " element " << e;
+        }
       }
     }
   }
