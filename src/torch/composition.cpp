@@ -115,8 +115,10 @@ Tensor activate_backward(const Tensor& dy, const Tensor& z, Activation activatio
       return dy;
     case Activation::relu:
       return at::threshold_backward(dy, z, 0);
-    case Activation::silu:
-      return at::silu_backward(dy, z);
+    case Activation::silu: {  // at::silu_backward has no derivative of its own
+      const Tensor sigmoid = at::sigmoid(z);
+      return dy * (sigmoid * (1 + z * (1 - sigmoid)));
+    }
     case Activation::gelu:
       return at::gelu_backward(dy, z, "none");
     case Activation::gelu_tanh:
