@@ -166,6 +166,13 @@ def test_ensemble_of_modules():
     torch.testing.assert_close(got, torch.stack([layer(x) for layer in layers]), rtol=1e-5, atol=1e-5)
 
 
+def test_dual_number_of_other_strides_gives_contiguous_y():
+    x = torch.randn(2, 4, 5, 3).transpose(2, 3)
+    with forward_ad.dual_level():
+        y = group_norm(forward_ad.make_dual(x, torch.ones_like(x)), 2)
+        assert y.is_contiguous() and forward_ad.unpack_dual(y).tangent is not None
+
+
 @pytest.mark.parametrize("which", range(3))
 def test_dual_numbers_outside_functorch(which):
     s = sample((2, 4, 3, 3), 2, last=True)
@@ -238,6 +245,16 @@ def test_freed_graph_is_reported():
     y.backward()
     with pytest.raises(RuntimeError, match="second time"):
         y.backward()
+
+
+@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
+def test_compiled_autograd(backend):
+    s = sample((2, 6, 4), 3, dtype=torch.float32).requires_grad()
+    y = group_norm(s.x, s.groups, s.weight, s.bias, activation="silu")
+    plain = torch.autograd.grad(y.square().sum(), s.tensors(), retain_graph=True)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend, fullgraph=True)):
+        y.square().sum().backward()
+    assert all(torch.equal(t.grad, g) for t, g in zip(s.tensors(), plain, strict=True))
 
 
 def test_expanded_gradient_of_a_sum():
