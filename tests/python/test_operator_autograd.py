@@ -12,7 +12,7 @@ from operator_samples import ACTIVATIONS, PARAMETERS, group_norm, sample, stock
 
 
 def away_from_kink(s, activation):
-    """Moves the bias or x so that no z is within 1e-3 of relu's kink, where finite differences mean nothing."""
+    """Another x, if some z is within 1e-3 of relu's kink, where finite differences mean nothing."""
     if activation != "relu":
         return s
     for seed in range(100):
@@ -122,8 +122,8 @@ def test_functorch_agrees_with_stock(activation):
             lambda x, w, b: grad(loss(f), argnums=(1, 2))(x.unsqueeze(0), w, b), in_dims=(0, None, None)
         )(*tensors),
     }
-    for name, transform in transforms.items():
-        torch.testing.assert_close(transform(ours), transform(theirs), msg=lambda m, name=name: f"{name}: {m}")
+    for name, run in transforms.items():
+        torch.testing.assert_close(run(ours), run(theirs), msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.parametrize("in_dims", [(0, None, None), (None, 0, None), (0, 0, 0), (0, None, 0), (0, 1, None)])
