@@ -29,7 +29,7 @@ def group_norm(
     eps: float = 1e-5,
     *,
     activation: str | None = None,
-    out_dtype: torch.dtype | None | _OutDtype = MATCH_STOCK_DTYPE,
+    out_dtype: torch.dtype | _OutDtype | None = MATCH_STOCK_DTYPE,
 ) -> torch.Tensor:
     """Group normalisation, with an optional activation in the same pass.
 

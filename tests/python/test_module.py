@@ -3,11 +3,11 @@
 
 import pytest
 import torch
-from support import ACTIVATIONS, FLOATS, LAYOUTS, laid_out, layout_of, normal
 from torch import nn
 
 import steadynorm
 from steadynorm import GroupNorm, group_norm
+from support import ACTIVATIONS, FLOATS, LAYOUTS, laid_out, layout_of, normal
 
 
 def test_is_a_stock_group_norm():
