@@ -54,7 +54,7 @@ def test_a_wrong_result_is_noticed(output):
 
         @staticmethod
         def backward(ctx, grad):
-            return grad * (1 + 2**-18)
+            return grad * (1 + 2**-16)
 
     def wrong(x, groups, weight, bias, eps, activation, out_dtype):
         if output == "y":
@@ -64,12 +64,16 @@ def test_a_wrong_result_is_noticed(output):
         )
         return group_norm(x, groups, weight, bias, eps)
 
-    x, dy = normal(2, 6, 50), normal(2, 6, 50, seed=1).abs()  # of one sign: nothing cancels in dbias
+    x, dy = normal(2, 6, 50), normal(2, 6, 50, seed=1)
+    # Sums whose terms have one sign, so that they are as large as their bound is wide.
+    if output == "dbias":
+        dy = dy.abs()
+    if output == "dweight":
+        dy = x.sign()
     measured = accuracy.measure(wrong, x, 3, *parameters(6), dy=dy)
-    # A factor on y is a factor on every gradient too.
-    assert output in {m.output for m in measured if not m.ok}
-    if output != "y":
-        assert [m.output for m in measured if not m.ok] == [output]
+    broken = [m.output for m in measured if not m.ok]
+    assert output in broken
+    assert output == "y" or broken == [output]  # a factor on y is one on the gradients too
 
 
 def test_nan_is_noticed():
