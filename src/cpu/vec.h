@@ -30,6 +30,7 @@ void narrow_values(const float* __restrict from, int count, T* __restrict to) {
 
 // Values [offset, offset + count) as fp32: where they lie, or in `buffer`.
 inline const float* load(Array from, std::int64_t offset, int count, float* buffer) {
+  if (count <= 0) __builtin_unreachable();
   if (from.type == DType::float32) return static_cast<const float*>(from.data) + offset;
   if (from.type == DType::bfloat16)
     widen_values(static_cast<const BFloat16*>(from.data) + offset, count, buffer);

@@ -99,14 +99,15 @@ double activate(Activation activation, double z) {
 double activate_derivative(Activation activation, double z) {
   switch (activation) {
     case Activation::none: return 1;
-    case Activation::relu: return z <= 0 ? 0 : (z > 0 ? 1 : z);
+    case Activation::relu: return z <= 0 ? 0 : 1;
     case Activation::silu: return (1 + z / (1 + std::exp(z))) / (1 + std::exp(-z));
     case Activation::gelu: return 0.5 * std::erfc(-z / kSqrt2) + z * std::exp(-0.5 * z * z) / kSqrt2Pi;
     case Activation::gelu_tanh: {
       const double t = std::tanh(kSqrt2OverPi * (z + kCubic * z * z * z));
       const double bell = 1 - t * t;
       const double inner = kSqrt2OverPi * (1 + 3 * kCubic * z * z);
-      return 0.5 * (1 + t) + (bell == 0 ? 0 : 0.5 * z * bell * inner);  // z^3 may overflow where tanh is flat
+      const bool flat = bell == 0 && std::isfinite(z);  // there z^2 may overflow
+      return 0.5 * (1 + t) + (flat ? 0 : 0.5 * z * bell * inner);
     }
   }
   return 1;

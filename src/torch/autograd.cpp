@@ -17,11 +17,10 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 const auto& forward_operator() {
-  using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&, SymInt,
-                                               double, std::string_view, OptionalDType);
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("steadynorm::group_norm_forward", "")
-                             .typed<Signature>();
+  using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                                               SymInt, double, std::string_view, OptionalDType);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("steadynorm::group_norm_forward", "").typed<Signature>();
   return op;
 }
 
@@ -36,8 +35,8 @@ const auto& backward_operator() {
 
 bool requires_grad(const OptionalTensor& tensor) { return present(tensor) && tensor->requires_grad(); }
 
-// Without an activation backward reads of the bias its shape and dtype alone. A weight that has both stands in, so that
-// the bias may change in place before backward, as with torch.nn.functional.group_norm.
+// Without an activation backward reads of the bias its shape and dtype alone. A weight that has both stands
+// in, so that the bias may change in place before backward, as with torch.nn.functional.group_norm.
 bool stands_in(const OptionalTensor& weight, const OptionalTensor& bias) {
   return present(weight) && weight->scalar_type() == bias->scalar_type() && weight->dim() == bias->dim();
 }
@@ -106,11 +105,13 @@ struct GroupNormFunction : torch::autograd::Function<GroupNormFunction> {
 bool needs_composition(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias) {
   const auto has_tangent = [](const Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); };
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-         has_tangent(input) || (present(weight) && has_tangent(*weight)) || (present(bias) && has_tangent(*bias));
+         has_tangent(input) || (present(weight) && has_tangent(*weight)) ||
+         (present(bias) && has_tangent(*bias));
 }
 
 Tensor group_norm(const Tensor& input, std::int64_t num_groups, const OptionalTensor& weight,
-                  const OptionalTensor& bias, double eps, std::string_view activation, OptionalDType out_dtype) {
+                  const OptionalTensor& bias, double eps, std::string_view activation,
+                  OptionalDType out_dtype) {
   const SymInt per_group = channels_per_group(input, num_groups);
   if (needs_composition(input, weight, bias)) {
     const Arguments a{input, weight, bias, per_group, eps, activation, out_dtype};
@@ -125,14 +126,15 @@ Tensor group_norm(const Tensor& input, std::int64_t num_groups, const OptionalTe
 
 }  // namespace
 
-// CompositeImplicitAutograd rather than Autograd, so that tensor subclasses meet the inner operators in inference mode
-// too.
+// CompositeImplicitAutograd rather than Autograd, so that tensor subclasses meet the inner operators in
+// inference mode too.
 TORCH_LIBRARY_IMPL(steadynorm, CompositeImplicitAutograd, library) { library.impl("group_norm", group_norm); }
 
-// The inner operators have no gradient. Without these torch would only warn in backward, and torch.func would return
-// zeros.
+// The inner operators have no gradient. Without these torch would only warn in backward, and torch.func would
+// return zeros.
 TORCH_LIBRARY_IMPL(steadynorm, Autograd, library) {
-  for (const char* name : {"group_norm_forward", "group_norm_backward", "group_norm_stats", "group_norm_apply"})
+  for (const char* name :
+       {"group_norm_forward", "group_norm_backward", "group_norm_stats", "group_norm_apply"})
     library.impl(name, torch::autograd::autogradNotImplementedFallback());
 }
 

@@ -16,8 +16,8 @@ struct WithoutAutocast {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
 };
 
-// Tensors as [N, G, D, *]. Splitting C is a view in both memory formats, and pointwise operators keep the order of
-// strides, so that channels-last data stay so.
+// Tensors as [N, G, D, *]. Splitting C is a view in both memory formats, and pointwise operators keep the
+// order of strides, so that channels-last data stay so.
 class Groups {
  public:
   explicit Groups(const Arguments& a)
@@ -72,8 +72,8 @@ struct Normalised {
   Tensor xhat, rstd;
 };
 
-// Centred twice: the second mean is what rounding the first one lost, which matters when |mean| is far above the
-// deviation.
+// Centred twice: the second mean is what rounding the first one lost, which matters when |mean| is far above
+// the deviation.
 Normalised normalise(const Groups& groups, const Tensor& x, double eps) {
   Tensor centred = x - x.mean(groups.within(), true);
   centred = centred - centred.mean(groups.within(), true);
@@ -95,22 +95,34 @@ Tensor affine(const Groups& groups, const Tensor& xhat, const Arguments& a) {
 
 Tensor activate(const Tensor& z, Activation activation) {
   switch (activation) {
-    case Activation::none: return z;
-    case Activation::relu: return at::relu(z);
-    case Activation::silu: return at::silu(z);
-    case Activation::gelu: return at::gelu(z, "none");
-    case Activation::gelu_tanh: return at::gelu(z, "tanh");
+    case Activation::none:
+      return z;
+    case Activation::relu:
+      return at::relu(z);
+    case Activation::silu:
+      return at::silu(z);
+    case Activation::gelu:
+      return at::gelu(z, "none");
+    case Activation::gelu_tanh:
+      return at::gelu(z, "tanh");
   }
   return z;
 }
 
 Tensor activate_backward(const Tensor& dy, const Tensor& z, Activation activation) {
   switch (activation) {
-    case Activation::none: return dy;
-    case Activation::relu: return at::threshold_backward(dy, z, 0);
-    case Activation::silu: return at::silu_backward(dy, z);
-    case Activation::gelu: return at::gelu_backward(dy, z, "none");
-    case Activation::gelu_tanh: return at::gelu_backward(dy, z, "tanh");
+    case Activation::none:
+      return dy;
+    case Activation::relu:
+      return at::threshold_backward(dy, z, 0);
+    case Activation::silu: {  // at::silu_backward has no derivative of its own
+      const Tensor sigmoid = at::sigmoid(z);
+      return dy * (sigmoid * (1 + z * (1 - sigmoid)));
+    }
+    case Activation::gelu:
+      return at::gelu_backward(dy, z, "none");
+    case Activation::gelu_tanh:
+      return at::gelu_backward(dy, z, "tanh");
   }
   return dy;
 }

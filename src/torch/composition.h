@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// GroupNorm as a composition of ATen's operators: differentiable to any order and open to every functorch transform.
-// It serves those, and float64 where no backend does. Slower than the kernels, and within rounding of them.
+// GroupNorm as a composition of ATen's operators: differentiable to any order and open to every functorch
+// transform. It serves those, and float64 where no backend does. Slower than the kernels, and within rounding
+// of them.
 #pragma once
 
 #include <array>

@@ -2,8 +2,8 @@
 // The operators over one backend: allocate, then call. A Backend has
 //   Guard                      made current for the input's device before anything is allocated
 //   empty(sizes, dtype, format)
-//   ForwardArguments, BackwardArguments, forward_workspace, backward_workspace, forward, backward, moments, apply
-//   forward_double(arguments)  y in float64 and statistics [3, N, G]
+//   ForwardArguments, BackwardArguments, forward_workspace, backward_workspace, forward, backward, moments,
+//   apply forward_double(arguments)  y in float64 and statistics [3, N, G]
 #pragma once
 
 #include <tuple>
@@ -34,9 +34,9 @@ typename Backend::ForwardArguments forward_arguments(const Operands& o, const Te
 }
 
 template <class Backend>
-std::tuple<Tensor, Tensor> forward(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                                   std::int64_t channels_per_group, double eps, std::string_view activation,
-                                   OptionalDType out_dtype) {
+std::tuple<Tensor, Tensor> forward(const Tensor& input, const OptionalTensor& weight,
+                                   const OptionalTensor& bias, std::int64_t channels_per_group, double eps,
+                                   std::string_view activation, OptionalDType out_dtype) {
   return translated([&]() -> std::tuple<Tensor, Tensor> {
     const Arguments a{input, weight, bias, channels_per_group, eps, activation, out_dtype};
     const at::ScalarType wanted = output_dtype(a), stored = storage_dtype(input.scalar_type(), wanted);
@@ -112,14 +112,16 @@ Tensor stats(const Tensor& input, std::int64_t channels_per_group) {
     const Tensor moments =
         Backend::empty({o.problem.samples, o.problem.groups, 3}, at::kDouble, at::MemoryFormat::Contiguous);
     const Tensor space = workspace<Backend>(Backend::forward_workspace(o.problem));
-    Backend::moments(o.problem, data(o.input), static_cast<double*>(mutable_data(moments)), mutable_data(space));
+    Backend::moments(o.problem, data(o.input), static_cast<double*>(mutable_data(moments)),
+                     mutable_data(space));
     return moments;
   });
 }
 
 template <class Backend>
-Tensor apply(const Tensor& input, const Tensor& moments, const OptionalTensor& weight, const OptionalTensor& bias,
-             std::int64_t channels_per_group, double eps, std::string_view activation, OptionalDType out_dtype) {
+Tensor apply(const Tensor& input, const Tensor& moments, const OptionalTensor& weight,
+             const OptionalTensor& bias, std::int64_t channels_per_group, double eps,
+             std::string_view activation, OptionalDType out_dtype) {
   return translated([&]() -> Tensor {
     const Arguments a{input, weight, bias, channels_per_group, eps, activation, out_dtype};
     const at::ScalarType wanted = output_dtype(a), stored = storage_dtype(input.scalar_type(), wanted);

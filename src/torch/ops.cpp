@@ -13,13 +13,12 @@ namespace steadynorm::binding {
 
 namespace {
 
-// --- CPU -------------------------------------------------------------------------------------------------------------
-
 // ATen's own threshold for its pointwise operators: below it a second thread costs more than it brings.
 constexpr std::int64_t kParallelElements = 32768;
 
-// at::parallel_for is a template over OpenMP: in a library built without -fopenmp it is silently serial, and with it a
-// second OpenMP runtime may come in. The C function runs in libtorch's own pool, and obeys torch.set_num_threads.
+// at::parallel_for is a template over OpenMP: in a library built without -fopenmp it is silently serial, and
+// with it a second OpenMP runtime may come in. The C function runs in libtorch's own pool, and obeys
+// torch.set_num_threads.
 void parallel(std::int64_t count, const cpu::ParallelBody& body) {
   const auto call = [](std::int64_t begin, std::int64_t end, void* context) {
     (*static_cast<const cpu::ParallelBody*>(context))(begin, end);
@@ -68,14 +67,14 @@ struct Cpu {
     const Tensor statistics = at::zeros({3, problem.samples, problem.groups}, at::kDouble);
     const std::int64_t rows = problem.samples * problem.groups;
     double* mean = static_cast<double*>(mutable_data(statistics));
-    reference::forward(problem, static_cast<const double*>(data(o.input)), static_cast<const double*>(data(weight)),
-                       static_cast<const double*>(data(bias)), static_cast<double*>(mutable_data(y)), mean,
-                       mean + 2 * rows);
+    reference::forward(problem, static_cast<const double*>(data(o.input)),
+                       static_cast<const double*>(data(weight)), static_cast<const double*>(data(bias)),
+                       static_cast<double*>(mutable_data(y)), mean, mean + 2 * rows);
     return {y, statistics};
   }
 };
 
-// --- Meta: sizes, dtypes and strides that the kernels return, from sizes that may be symbols --------------------------
+// The Meta kernels say the sizes, dtypes and strides that the others return, from sizes that may be symbols.
 
 Tensor dense_like(const Tensor& input, at::ScalarType dtype) {
   return at::empty_symint(input.sym_sizes(), input.options().dtype(dtype), format_of(input));
@@ -88,7 +87,8 @@ std::tuple<Tensor, Tensor> forward_meta(const Tensor& input, const OptionalTenso
   check(a);
   const SymInt groups = input.sym_size(1) / channels_per_group;
   return {dense_like(input, output_dtype(a)),
-          at::empty_symint({SymInt(3), input.sym_size(0), groups}, input.options().dtype(accumulate_dtype(input)))};
+          at::empty_symint({SymInt(3), input.sym_size(0), groups},
+                           input.options().dtype(accumulate_dtype(input)))};
 }
 
 Gradients backward_meta(const Tensor& grad_output, const Tensor& input, const Tensor& statistics,
@@ -103,7 +103,8 @@ Gradients backward_meta(const Tensor& grad_output, const Tensor& input, const Te
   check_gradient(input, grad_output);
   check_statistics(a, statistics);
   const auto row = [](bool want, const OptionalTensor& parameter) {
-    return want && present(parameter) ? at::empty_symint(parameter->sym_sizes(), parameter->options()) : Tensor();
+    return want && present(parameter) ? at::empty_symint(parameter->sym_sizes(), parameter->options())
+                                      : Tensor();
   };
   return {wanted[0] ? dense_like(input, input.scalar_type()) : Tensor(), row(wanted[1], weight),
           row(wanted[2], bias)};
@@ -117,8 +118,8 @@ Tensor stats_meta(const Tensor& input, SymInt channels_per_group) {
 }
 
 Tensor apply_meta(const Tensor& input, const Tensor& moments, const OptionalTensor& weight,
-                  const OptionalTensor& bias, SymInt channels_per_group, double eps, std::string_view activation,
-                  OptionalDType out_dtype) {
+                  const OptionalTensor& bias, SymInt channels_per_group, double eps,
+                  std::string_view activation, OptionalDType out_dtype) {
   const Arguments a{input, weight, bias, channels_per_group, eps, activation, out_dtype};
   check(a);
   check_moments(a, moments);
@@ -139,13 +140,15 @@ TORCH_LIBRARY(steadynorm, library) {
       "-> (Tensor output, Tensor statistics)",
       tags);
   library.def(
-      "group_norm_backward(Tensor grad_output, Tensor input, Tensor statistics, Tensor? weight, Tensor? bias, "
+      "group_norm_backward(Tensor grad_output, Tensor input, Tensor statistics, Tensor? weight, Tensor? "
+      "bias, "
       "SymInt channels_per_group, str activation=\"none\", bool[3] output_mask=[True, True, True]) "
       "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
       tags);
   library.def("group_norm_stats(Tensor input, SymInt channels_per_group) -> Tensor", tags);
   library.def(
-      "group_norm_apply(Tensor input, Tensor moments, Tensor? weight, Tensor? bias, SymInt channels_per_group, "
+      "group_norm_apply(Tensor input, Tensor moments, Tensor? weight, Tensor? bias, SymInt "
+      "channels_per_group, "
       "float eps=1e-05, str activation=\"none\", ScalarType? out_dtype=None) -> Tensor",
       tags);
 }

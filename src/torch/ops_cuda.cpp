@@ -18,8 +18,8 @@ struct Cuda {
   using ForwardArguments = cuda::ForwardArguments;
   using BackwardArguments = cuda::BackwardArguments;
 
-  // Straight from the allocator: half the host time of at::empty, three of which were a third of a forward call
-  // (H200 host, 2 x 1280 x 8 x 8).
+  // Straight from the allocator: half the host time of at::empty, three of which were a third of a forward
+  // call (H200 host, 2 x 1280 x 8 x 8).
   static Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, at::MemoryFormat format) {
     return Tensor(at::detail::empty_generic(sizes, c10::cuda::CUDACachingAllocator::get(),
                                             c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype, format));

@@ -10,7 +10,8 @@ namespace steadynorm::binding {
 
 namespace {
 
-// A condition on symbolic sizes that cannot be decided while tracing is left to the run: the kernels check again.
+// A condition on symbolic sizes that cannot be decided while tracing is left to the run: the kernels check
+// again.
 bool surely(const c10::SymBool& condition) { return TORCH_GUARD_OR_FALSE(condition); }
 
 std::string name_of(at::ScalarType dtype) { return c10::getDtypeNames(dtype).first; }
@@ -63,7 +64,8 @@ Problem checked(const Arguments& a) {
   const SymInt& D = a.channels_per_group;
   TORCH_CHECK_VALUE(!surely(C.sym_le(0)), "group_norm: channels must be positive, got C=", C);
   for (std::int64_t i = 2; i < x.dim(); ++i)
-    TORCH_CHECK_VALUE(!surely(x.sym_size(i).sym_le(0)), "group_norm: every spatial size must be positive, got S=0");
+    TORCH_CHECK_VALUE(!surely(x.sym_size(i).sym_le(0)),
+                      "group_norm: every spatial size must be positive, got S=0");
   TORCH_CHECK_VALUE(!surely(D.sym_le(0)), "group_norm: channels per group must be positive, got D=", D);
   TORCH_CHECK_VALUE(!surely((C % D).sym_ne(0)),
                     "group_norm: channels must be divisible by channels per group, got C=", C, ", D=", D);
@@ -78,9 +80,9 @@ Problem checked(const Arguments& a) {
 
 void require_array(const char* name, const Tensor& tensor, const Tensor& input, at::ScalarType dtype,
                    const char* shape, c10::ArrayRef<SymInt> sizes) {
-  TORCH_CHECK_VALUE(tensor.scalar_type() == dtype && has_sizes(tensor, sizes), "group_norm: ", name, " must be ",
-                    name_of(dtype), " ", shape, " with sizes ", sizes, ", got ", name_of(tensor.scalar_type()), " ",
-                    tensor.sym_sizes());
+  TORCH_CHECK_VALUE(tensor.scalar_type() == dtype && has_sizes(tensor, sizes), "group_norm: ", name,
+                    " must be ", name_of(dtype), " ", shape, " with sizes ", sizes, ", got ",
+                    name_of(tensor.scalar_type()), " ", tensor.sym_sizes());
   require_device(name, tensor, input);
 }
 
@@ -92,7 +94,8 @@ SymInt channels_per_group(const Tensor& input, std::int64_t num_groups) {
   TORCH_CHECK_VALUE(num_groups > 0, "group_norm: groups must be positive, got G=", num_groups);
   TORCH_CHECK_VALUE(!surely((C % num_groups).sym_ne(0)),
                     "group_norm: channels must be divisible by groups, got C=", C, ", G=", num_groups);
-  // N·C·S = G means one value in each group and one sample. The sentence is that of torch.nn.functional.group_norm.
+  // N·C·S = G means one value in each group and one sample. The sentence is that of
+  // torch.nn.functional.group_norm.
   if (surely(input.sym_numel().sym_eq(num_groups))) {
     c10::SmallVector<SymInt, 5> sizes(input.sym_sizes().begin(), input.sym_sizes().end());
     sizes[0] = 1;
@@ -109,8 +112,9 @@ void check(const Arguments& a) {
 
 void check_gradient(const Tensor& input, const Tensor& grad_output) {
   require_dtype("grad_output", grad_output.scalar_type());
-  TORCH_CHECK_VALUE(has_sizes(grad_output, input.sym_sizes()), "group_norm: grad_output must have input's sizes ",
-                    input.sym_sizes(), ", got ", grad_output.sym_sizes());
+  TORCH_CHECK_VALUE(has_sizes(grad_output, input.sym_sizes()),
+                    "group_norm: grad_output must have input's sizes ", input.sym_sizes(), ", got ",
+                    grad_output.sym_sizes());
   require_device("grad_output", grad_output, input);
 }
 
@@ -128,7 +132,8 @@ at::MemoryFormat format_of(const Tensor& input) {
   const auto last = input.dim() == 4   ? at::MemoryFormat::ChannelsLast
                     : input.dim() == 5 ? at::MemoryFormat::ChannelsLast3d
                                        : at::MemoryFormat::Contiguous;
-  return !input.is_contiguous_or_false() && input.is_contiguous_or_false(last) ? last : at::MemoryFormat::Contiguous;
+  return !input.is_contiguous_or_false() && input.is_contiguous_or_false(last) ? last
+                                                                               : at::MemoryFormat::Contiguous;
 }
 
 at::ScalarType output_dtype(const Arguments& a) { return a.out_dtype.value_or(a.input.scalar_type()); }
@@ -144,10 +149,14 @@ at::ScalarType accumulate_dtype(const Tensor& input) {
 
 DType to_dtype(at::ScalarType dtype) {
   switch (dtype) {
-    case at::kBFloat16: return DType::bfloat16;
-    case at::kHalf: return DType::float16;
-    case at::kDouble: return DType::float64;
-    default: return DType::float32;
+    case at::kBFloat16:
+      return DType::bfloat16;
+    case at::kHalf:
+      return DType::float16;
+    case at::kDouble:
+      return DType::float64;
+    default:
+      return DType::float32;
   }
 }
 

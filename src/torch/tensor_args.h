@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// From tensors to a Problem. Every check on a tensor is here, for real and for symbolic sizes alike, so that the Meta
-// kernels raise the sentences that the others raise.
+// From tensors to a Problem. Every check on a tensor is here, for real and for symbolic sizes alike, so that
+// the Meta kernels raise the sentences that the others raise.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -42,7 +42,9 @@ struct Operands {
 inline bool present(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
 inline const void* data(const Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr() : nullptr; }
-inline void* mutable_data(const Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_ptr() : nullptr; }
+inline void* mutable_data(const Tensor& tensor) {
+  return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
+}
 
 // D of the differentiable operator, after its own checks: rank, groups, and more than one value per group.
 SymInt channels_per_group(const Tensor& input, std::int64_t num_groups);
@@ -52,8 +54,8 @@ void check_gradient(const Tensor& input, const Tensor& grad_output);
 void check_statistics(const Arguments&, const Tensor& statistics);  // [3, N, G]
 void check_moments(const Arguments&, const Tensor& moments);        // [N, G, 3]
 
-// The memory format of `input` that y and dx keep. Dense channels-last stays; what is dense in both formats (C = 1, or
-// one position) is contiguous; so is the result for any other strides.
+// The memory format of `input` that y and dx keep. Dense channels-last stays; what is dense in both formats
+// (C = 1, or one position) is contiguous; so is the result for any other strides.
 at::MemoryFormat format_of(const Tensor& input);
 
 // The dtype of y.
@@ -70,9 +72,9 @@ DType to_dtype(at::ScalarType);
 // Checks, describes, and copies what is not dense. `dtype_of_y`: of y in forward, of dy in backward.
 Operands operands(const Arguments&, at::ScalarType dtype_of_y);
 
-// Runs `call` with the library's errors as PyTorch's: ValueError, NotImplementedError (a RuntimeError) for what this
-// build or device cannot serve, RuntimeError for what the device reports. Left alone, an std::invalid_argument from a
-// backward pass reaches Python as RuntimeError.
+// Runs `call` with the library's errors as PyTorch's: ValueError, NotImplementedError (a RuntimeError) for
+// what this build or device cannot serve, RuntimeError for what the device reports. Left alone, an
+// std::invalid_argument from a backward pass reaches Python as RuntimeError.
 template <class Call>
 auto translated(Call&& call) -> decltype(call()) {
   try {

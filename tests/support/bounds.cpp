@@ -91,7 +91,9 @@ ExpectedForward expect_forward(const Problem& p, const Data& data) {
   mean.value = mean.slack = rstd.value = rstd.slack = zeros(p.samples * p.groups);
   reference::forward(p, pointer(data.x), pointer(data.weight), pointer(data.bias), y.value.data(), mean.value.data(),
                      rstd.value.data());
+  std::vector<double> squares = zeros(p.samples * p.groups);
   for_each_element(p, data, mean.value, rstd.value, [&](const Element& element) {
+    squares[static_cast<std::size_t>(element.n * p.groups + element.g)] += element.normalized * element.normalized;
     const double m = element.magnitude, w = std::fabs(element.weight);
     double slack = u * (18 * m + 2.3 * w);
     if (p.activation == Activation::none) slack = u * (8 * m + 2 * w);
@@ -99,8 +101,8 @@ ExpectedForward expect_forward(const Problem& p, const Data& data) {
     y.slack[element.index] = slack + kUnderflow;
   });
   for (std::size_t i = 0; i < mean.value.size(); ++i) {
-    // The deviation is at most 1 / rstd; hi and lo together keep 48 bits.
-    mean.slack[i] = 2 * u / rstd.value[i] + 0x1p-47 * std::fabs(mean.value[i]) + kUnderflow;
+    const double deviation = std::sqrt(squares[i] / static_cast<double>(p.group_size())) / rstd.value[i];
+    mean.slack[i] = 2 * u * deviation + 0x1p-47 * std::fabs(mean.value[i]) + kUnderflow;
     rstd.slack[i] = (p.layout == Layout::contiguous ? 4.5 : 3) * u * rstd.value[i];
   }
   return e;

@@ -106,7 +106,7 @@ namespace {
 // How the values of one group are drawn.
 struct GroupSource {
   Kind kind;
-  double scale;   // 1e30, 1e-30 or 1
+  double scale;   // 1e30, 1e-30, 1, or what keeps the values finite
   double first;   // constant, two_valued
   double second;
   double share;   // of the first value
@@ -114,6 +114,7 @@ struct GroupSource {
   GroupSource(Kind k, DType dtype, Random& random) : kind(k), scale(1) {
     if (kind == Kind::huge) scale = dtype == DType::float16 ? 1e4 : 1e29;
     if (kind == Kind::tiny) scale = dtype == DType::float16 ? 1e-5 : 1e-30;
+    if (dtype == DType::float16 && (kind == Kind::offset_1e5 || kind == Kind::offset_1e6)) scale = 0.05;
     first = random.normal();
     second = first + random.normal();
     share = 0.05 + 0.9 * random.uniform();
@@ -123,8 +124,8 @@ struct GroupSource {
     switch (kind) {
       case Kind::offset_1e3: return first + (first < 0 ? -1e3 : 1e3) + random.normal();
       case Kind::offset_1e4: return first + 1e4 + random.normal();
-      case Kind::offset_1e5: return first - 1e5 + random.normal();
-      case Kind::offset_1e6: return first + 1e6 + random.normal();
+      case Kind::offset_1e5: return scale * (first - 1e5 + random.normal());
+      case Kind::offset_1e6: return scale * (first + 1e6 + random.normal());
       case Kind::constant: return first;
       case Kind::two_valued: return random.uniform() < share ? first : second;
       case Kind::huge:
