@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from steadynorm import accuracy, group_norm
-from support import (
+from common import (
     ACTIVATIONS,
     FLOATS,
     LAYOUTS,
@@ -18,6 +17,7 @@ from support import (
     normal,
     outputs,
 )
+from steadynorm import accuracy, group_norm
 
 pytestmark = pytest.mark.usefixtures("native")
 layouts = pytest.mark.parametrize("layout", LAYOUTS)

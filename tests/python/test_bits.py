@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import steadynorm
-from support import OUTPUTS, assert_all_same_bits, assert_same_bits, laid_out, normal, outputs
+from common import OUTPUTS, assert_all_same_bits, assert_same_bits, laid_out, normal, outputs
 
 pytestmark = pytest.mark.usefixtures("native")
 
-# (shape, groups, layout, activation): leaves of whole channels and of parts of one, ragged tails, odd D, rank 2 to 5.
+# (shape, groups, layout, activation): leaves of whole channels and of parts of one, ragged tails, odd D, ranks.
 CASES = [
     ((3, 24, 6, 5, 7), 8, "contiguous", "silu"),
     ((3, 24, 6, 5, 7), 8, "channels_last", "silu"),
@@ -38,7 +38,7 @@ every_case = pytest.mark.parametrize(
 
 
 def data(shape, layout, *, per_sample=False):
-    """Values that bf16 holds, so that they can be stored in any dtype but fp16, and in fp16 too: they are small."""
+    """Values that bf16 and fp16 hold, so that they can be stored in any dtype."""
     row = shape[:2] if per_sample else shape[1:2]
     x = normal(*shape, seed=1).bfloat16().float() + 0.5
     values = {
@@ -107,7 +107,7 @@ def laid(v: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("narrow", ["x", "dy", "weight", "bias", "all"])
 def test_storage_dtype_of_the_same_values(shape, groups, layout, activation, storage, narrow):
-    # [N, C] rows are rounded to fp32 before they are stored, so that narrowing the fp32 answer is the narrow answer.
+    # [N, C] rows are rounded to fp32 before they are stored, so that the fp32 answer narrowed is the narrow one.
     values = data(shape, layout, per_sample=True)
     expected = run(values, groups, activation, out_dtype=torch.float32)
     names = list(values) if narrow == "all" else [narrow]

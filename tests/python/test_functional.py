@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
 import steadynorm
+from common import ACTIVATIONS, FLOATS, LAYOUTS, channels_last, laid_out, layout_of, normal
 from steadynorm import MATCH_STOCK_DTYPE, functional, group_norm, module
-from support import ACTIVATIONS, FLOATS, LAYOUTS, channels_last, laid_out, layout_of, normal
 
 FUNCTIONS = {
     "none": lambda z: z,

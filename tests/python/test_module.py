@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import steadynorm
+from common import ACTIVATIONS, FLOATS, LAYOUTS, laid_out, layout_of, normal
 from steadynorm import GroupNorm, group_norm
-from support import ACTIVATIONS, FLOATS, LAYOUTS, laid_out, layout_of, normal
 
 
 def test_is_a_stock_group_norm():

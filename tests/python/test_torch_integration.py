@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import steadynorm
+from common import LAYOUTS, laid_out, layout_of, normal
 from steadynorm import GroupNorm, group_norm
-from support import LAYOUTS, laid_out, layout_of, normal
 
 
 def filled(norm: nn.Module) -> nn.Module:
