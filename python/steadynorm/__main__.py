@@ -105,10 +105,8 @@ def check(devices: list[torch.device], seed: int, report: str | None) -> int:
     all_cases = list(cases())
     rows = []
     status = 0
-    print(
-        "Worst error against float64, in units of the last place of the sizes that enter a result, and in %"
-    )
-    print("of its bound. rounding: how many bf16 and fp16 results are not the fp32 result rounded.")
+    print("Worst error against float64, in units of the last place of the sizes that enter a result, in % of")
+    print("its bound. rounding: how many bf16 and fp16 results are not the fp32 result rounded.")
     start = time.perf_counter()
     try:
         for device in devices:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures one call, forward and backward, against float64, by the bounds that are promised.
 
-Letters: x^ = (x - mean) * rstd, z = weight * x^ + bias, dz = dy * activation'(z); u = 2^-24, a rounding of fp32.
-A result may be off by half a unit of its dtype and a slack:
+Letters: x^ = (x - mean) * rstd, z = weight * x^ + bias, dz = dy * activation'(z); u = 2^-24, a rounding of
+fp32. A result may be off by half a unit of its dtype and a slack:
 
     y        8u * m + 2u * |weight|, m = max(|weight * x^|, |bias|);
              10u * m with relu, 18u * m + 2.3u * |weight| with another activation

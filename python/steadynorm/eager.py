@@ -2,8 +2,8 @@
 """The eager rung: stock PyTorch with the casts, relayouts and errors that make it agree with the operator.
 
 Statistics are fp32 also for bf16 and fp16 input: it is widened first, as a full-size copy, and the result is
-rounded once. That copy and a slower kernel are the price of this rung, and stock's error where the mean is far
-above the deviation.
+rounded once. That copy and a slower kernel are the price of this rung, and stock's error where the mean is
+far above the deviation.
 """
 
 from __future__ import annotations

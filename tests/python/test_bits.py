@@ -16,7 +16,7 @@ from common import OUTPUTS, assert_all_same_bits, assert_same_bits, laid_out, no
 
 pytestmark = pytest.mark.usefixtures("native")
 
-# (shape, groups, layout, activation): leaves of whole channels and of parts of one, ragged tails, odd D, ranks.
+# (shape, groups, layout, activation): leaves of whole channels and of parts of one, ragged tails, odd D.
 CASES = [
     ((3, 24, 6, 5, 7), 8, "contiguous", "silu"),
     ((3, 24, 6, 5, 7), 8, "channels_last", "silu"),
@@ -107,7 +107,7 @@ def laid(v: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("narrow", ["x", "dy", "weight", "bias", "all"])
 def test_storage_dtype_of_the_same_values(shape, groups, layout, activation, storage, narrow):
-    # [N, C] rows are rounded to fp32 before they are stored, so that the fp32 answer narrowed is the narrow one.
+    # [N, C] rows are rounded to fp32 before they are stored, so that the fp32 answer, narrowed, is the narrow.
     values = data(shape, layout, per_sample=True)
     expected = run(values, groups, activation, out_dtype=torch.float32)
     names = list(values) if narrow == "all" else [narrow]
