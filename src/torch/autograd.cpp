@@ -102,21 +102,23 @@ struct GroupNormFunction : torch::autograd::Function<GroupNormFunction> {
 };
 
 // torch::autograd::Function refuses to run under functorch, and has no forward mode.
-bool needs_composition(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias) {
-  const auto has_tangent = [](const Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); };
-  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-         has_tangent(input) || (present(weight) && has_tangent(*weight)) ||
-         (present(bias) && has_tangent(*bias));
+bool under_functorch() {
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
+
+bool has_tangent(const Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); }
+bool has_tangent(const OptionalTensor& tensor) { return present(tensor) && has_tangent(*tensor); }
 
 Tensor group_norm(const Tensor& input, std::int64_t num_groups, const OptionalTensor& weight,
                   const OptionalTensor& bias, double eps, std::string_view activation,
                   OptionalDType out_dtype) {
   const SymInt per_group = channels_per_group(input, num_groups);
-  if (needs_composition(input, weight, bias)) {
+  const bool functorch = under_functorch();
+  if (functorch || has_tangent(input) || has_tangent(weight) || has_tangent(bias)) {
     const Arguments a{input, weight, bias, per_group, eps, activation, out_dtype};
     check(a);
-    return compose(a);
+    const Tensor y = compose(a);
+    return functorch ? y : y.contiguous(format_of(input));  // vmap knows no memory formats
   }
   if (at::GradMode::is_enabled() && (input.requires_grad() || requires_grad(weight) || requires_grad(bias)))
     return GroupNormFunction::apply(input, weight, bias, per_group, eps, activation, out_dtype);

@@ -2,9 +2,10 @@
 // Runs the CPU entries on test data. Workspaces have the stated size exactly and hold rubbish; so do outputs.
 #pragma once
 
+#include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <new>
 #include <thread>
 #include <vector>
 

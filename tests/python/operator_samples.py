@@ -55,7 +55,7 @@ def sample(
     device="cpu",
     seed=0,
 ) -> Sample:
-    """Random x, and the weight and bias that `parameters` names: [C] each, [N, C] each (rows), or one of each."""
+    """Random x, with the weight and bias of `parameters`: [C] each, [N, C] each (rows), or one of each."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(sizes, dtype, shift=0.0):
@@ -79,7 +79,7 @@ def sample(
 
 
 def stock(x, groups, weight=None, bias=None, eps=1e-5, activation="none"):
-    """GroupNorm by F.group_norm, the parameters applied afterwards: rows are allowed, and a bias without a weight."""
+    """F.group_norm, parameters applied afterwards, so that rows may come, and a bias without a weight."""
     z = F.group_norm(x, groups, eps=eps)
 
     def row(parameter):

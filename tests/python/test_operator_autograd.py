@@ -12,7 +12,7 @@ from operator_samples import ACTIVATIONS, PARAMETERS, group_norm, sample, stock
 
 
 def away_from_kink(s, activation):
-    """Moves the bias or x so that no z is within 1e-3 of relu's kink, where finite differences mean nothing."""
+    """Another x, if some z is within 1e-3 of relu's kink, where finite differences mean nothing."""
     if activation != "relu":
         return s
     for seed in range(100):
@@ -122,8 +122,8 @@ def test_functorch_agrees_with_stock(activation):
             lambda x, w, b: grad(loss(f), argnums=(1, 2))(x.unsqueeze(0), w, b), in_dims=(0, None, None)
         )(*tensors),
     }
-    for name, transform in transforms.items():
-        torch.testing.assert_close(transform(ours), transform(theirs), msg=lambda m, name=name: f"{name}: {m}")
+    for name, run in transforms.items():
+        torch.testing.assert_close(run(ours), run(theirs), msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.parametrize("in_dims", [(0, None, None), (None, 0, None), (0, 0, 0), (0, None, 0), (0, 1, None)])
@@ -164,6 +164,13 @@ def test_ensemble_of_modules():
     x = torch.randn(2, 4, 5)
     got = vmap(lambda p, b: functional_call(layers[0], (p, b), (x,)))(parameters, buffers)
     torch.testing.assert_close(got, torch.stack([layer(x) for layer in layers]), rtol=1e-5, atol=1e-5)
+
+
+def test_dual_number_of_other_strides_gives_contiguous_y():
+    x = torch.randn(2, 4, 5, 3).transpose(2, 3)
+    with forward_ad.dual_level():
+        y = group_norm(forward_ad.make_dual(x, torch.ones_like(x)), 2)
+        assert y.is_contiguous() and forward_ad.unpack_dual(y).tangent is not None
 
 
 @pytest.mark.parametrize("which", range(3))
@@ -238,6 +245,16 @@ def test_freed_graph_is_reported():
     y.backward()
     with pytest.raises(RuntimeError, match="second time"):
         y.backward()
+
+
+@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
+def test_compiled_autograd(backend):
+    s = sample((2, 6, 4), 3, dtype=torch.float32).requires_grad()
+    y = group_norm(s.x, s.groups, s.weight, s.bias, activation="silu")
+    plain = torch.autograd.grad(y.square().sum(), s.tensors(), retain_graph=True)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend, fullgraph=True)):
+        y.square().sum().backward()
+    assert all(torch.equal(t.grad, g) for t, g in zip(s.tensors(), plain, strict=True))
 
 
 def test_expanded_gradient_of_a_sum():
