@@ -2,7 +2,7 @@
 """GroupNorm that keeps exact statistics, the caller's dtype and memory format, and the same bits every time.
 
 `group_norm` and `GroupNorm` are drop-ins for `torch.nn.functional.group_norm` and `torch.nn.GroupNorm`.
-`python -m steadynorm info` says what is built, `python -m steadynorm check` measures whether it is right here.
+`python -m steadynorm info` says what is built, `check` measures whether it is right here.
 """
 
 from importlib import metadata as _metadata

@@ -105,10 +105,8 @@ def check(devices: list[torch.device], seed: int, report: str | None) -> int:
     all_cases = list(cases())
     rows = []
     status = 0
-    print(
-        "Worst error against float64, in units of the last place of what enters the result, and in % of its bound."
-    )
-    print("rounding: how many bf16 and fp16 results are not the fp32 result rounded.")
+    print("Worst error against float64, in units of the last place of the sizes that enter a result, in % of")
+    print("its bound. rounding: how many bf16 and fp16 results are not the fp32 result rounded.")
     start = time.perf_counter()
     try:
         for device in devices:
@@ -178,10 +176,8 @@ def info() -> int:
     )
     print(f"native library: {native.path or 'none'}")
     if build:
-        architectures = ", ".join(map(str, build.get("cuda_architectures") or [])) or "none"
-        print(
-            f"  built for torch {build.get('torch')}, CUDA {build.get('cuda') or 'none'}, architectures {architectures}"
-        )
+        architectures = ", ".join(map(str, build.get("cuda_architectures") or [])) or "no architecture"
+        print(f"  built for torch {build.get('torch')}, CUDA {build.get('cuda') or 'none'} ({architectures})")
     print(f"  {'loaded' if native.reason is None else f'not loaded: {native.reason}'}")
     print(f"threads: {torch.get_num_threads()}")
     for device in all_devices():

@@ -35,7 +35,7 @@ def load(search_path: Iterable[str]) -> Native:
     native = Native(path=folder / LIBRARY)
     # Read before loading: a library for another torch may load and then crash.
     try:
-        native.build = json.loads((folder / BUILD_INFO).read_text(encoding="utf-8"))
+        native.build = dict(json.loads((folder / BUILD_INFO).read_text(encoding="utf-8")))
         built_for = str(native.build["torch"])
     except FileNotFoundError:
         native.reason = f"{folder / BUILD_INFO} is missing, so the torch that {LIBRARY} needs is unknown"
@@ -48,7 +48,8 @@ def load(search_path: Iterable[str]) -> Native:
         try:
             torch.ops.load_library(str(native.path))
         except (OSError, RuntimeError) as error:
-            native.reason = f"{LIBRARY} can't be loaded: {error}"
+            cause = error.__cause__ or error  # the dynamic linker's own words
+            native.reason = f"{LIBRARY} can't be loaded: {type(cause).__name__}: {cause}"
         else:
             native.operator = torch.ops.steadynorm.group_norm.default
     return native

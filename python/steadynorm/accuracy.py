@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures one call, forward and backward, against float64, by the bounds that are promised.
 
-Letters: x^ = (x - mean) * rstd, z = weight * x^ + bias, dz = dy * activation'(z), u = 2^-24 (one rounding of fp32).
-A result may be off by half a unit of its dtype and a slack:
+Letters: x^ = (x - mean) * rstd, z = weight * x^ + bias, dz = dy * activation'(z); u = 2^-24, a rounding of
+fp32. A result may be off by half a unit of its dtype and a slack:
 
-    y        8u * m + 2u * |weight|, m = max(|weight * x^|, |bias|); 10u * m with relu, with another activation
-             18u * m + 2.3u * |weight|
+    y        8u * m + 2u * |weight|, m = max(|weight * x^|, |bias|);
+             10u * m with relu, 18u * m + 2.3u * |weight| with another activation
     dbias    8u * sum |dz| + sum e
     dweight  u * sum |dz| * (16 |x^| + 2) + sum e * |x^|
     dx       rstd * (16u * (a + mean a + |x^| * mean(a |x^|)) + 2u * (mean(a |x^|) + |x^| * mean a)
                      + f + mean f + |x^| * mean(f |x^|)), a = |weight * dz|, f = |weight| * e
 
-where e is what an activation adds to the error of dz: with zeta = 10u * m + 2u * |weight|, the error of z, it is
-|dy| * ((7 + 4|z|) * u + 0.8 * zeta); for relu 0, but |dy| where |z| <= zeta, since there the sign is open.
+where e is what an activation adds to the error of dz: with zeta = 10u * m + 2u * |weight|, the error of z,
+it is |dy| * ((7 + 4|z|) * u + 0.8 * zeta); for relu 0, but |dy| where |z| <= zeta: there the sign is open.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Expected:
-    """An output in float64, the sizes that enter each element, and how far off it may be besides its rounding."""
+    """An output in float64, the sizes that enter each element, and how far off it may be before rounding."""
 
     value: torch.Tensor
     size: torch.Tensor

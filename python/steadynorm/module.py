@@ -20,15 +20,17 @@ class GroupNorm(nn.GroupNorm):
         eps (float): added to the variance, in the square of the input's unit. Default: 1e-5.
         affine (bool): learnable weight (starts at 1) and bias (starts at 0), each [C]. Default: True.
         device (torch.device, optional): of the parameters. Default: the current default device.
-        dtype (torch.dtype, optional): of the parameters; need not be the input's. Default: the current default dtype.
-        activation (str, optional): none, relu, silu, gelu (exact) or gelu_tanh, applied in the same pass. Default: none.
+        dtype (torch.dtype, optional): of the parameters; need not be the input's. Default: the current
+            default.
+        activation (str, optional): none, relu, silu, gelu (exact) or gelu_tanh, in the same pass. Default:
+            none.
 
-    Shape: input Tensor[N, C, *], output Tensor[N, C, *] of the input's dtype, also under autocast, and of its memory
-    format when that is contiguous, channels_last or channels_last_3d, else contiguous.
+    Shape: input Tensor[N, C, *], output Tensor[N, C, *] of the input's dtype, also under autocast, and of its
+    memory format when that is contiguous, channels_last or channels_last_3d, else contiguous.
 
     Raises:
-        ValueError: in the constructor for groups that don't divide the channels and for an unknown activation; in a
-            call for an input that doesn't fit, before any work.
+        ValueError: in the constructor for groups that don't divide the channels and for an unknown
+            activation; in a call for an input that doesn't fit, before any work.
 
     Determinism and accuracy are those of `steadynorm.group_norm`.
 

@@ -51,7 +51,7 @@ def serve(
 def last_rung() -> str | None:
     """The rung that served this thread's last call: "native" or "eager"; None before the first.
 
-    "native" is the library's own kernel, "eager" is stock PyTorch. Calls inside `torch.compile`d code are not recorded.
+    "native" is the library's own kernel, "eager" is stock PyTorch. Calls in compiled code are not recorded.
     """
     return getattr(_last, "rung", None)
 

