@@ -11,8 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from support import provenance
-from support.cases import DTYPES, ROOT, Case, read_cases
+import provenance
+
+from cases import DTYPES, ROOT, Case, read_cases
 
 from . import report
 

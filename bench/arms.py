@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from support.cases import TORCH_NAMES, Case
+
+from cases import TORCH_NAMES, Case
 
 EPS = 1e-5
 PEERS = ("eager", "inductor", "liger")

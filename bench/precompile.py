@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import time
 
-from support.cases import Case
+from cases import Case
 
 Job = tuple[Case, str, str]  # case, dtype, activation
 MAX_WORKERS = 12

@@ -18,12 +18,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "cuda")]
 
-from support import provenance  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
+import provenance  # noqa: E402
 import reports  # noqa: E402
 from reports import FAILED, PASSED, SKIPPED, Outcome  # noqa: E402
 
