@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -45,9 +46,7 @@ def parse_arguments() -> argparse.Namespace:
         "--only", default="cpp,python,sanitizer,kernels", help="parts to run (default: all four)"
     )
     parser.add_argument("--timeout", type=float, default=400, help="seconds for each program (default: 400)")
-    parser.add_argument(
-        "--pytest", nargs="*", default=[], help="further arguments for pytest, such as -k WORD"
-    )
+    parser.add_argument("--pytest", default="", help="further arguments for pytest: --pytest='-k WORD'")
     parser.add_argument("--output", type=Path, help="default: bench/results/gpu-tests-<gpu>.json")
     parser.add_argument("--commit", help="the commit to record where there is no git repository")
     options = parser.parse_args()
@@ -110,7 +109,7 @@ def run_python(options: argparse.Namespace, work: Path) -> list[Outcome]:
         "gpu",
         "-q",
         f"--junitxml={report}",
-        *options.pytest,
+        *shlex.split(options.pytest),
     ]
     status, output = execute(command, options.timeout)
     if not report.is_file():
