@@ -5,4 +5,4 @@ import sys
 from pathlib import Path
 
 # The named cases, the float64 reference and the provenance are shared with the tests.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))

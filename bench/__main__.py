@@ -6,13 +6,15 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from support import provenance
-from support.cases import DTYPES, ROOT, Case, read_cases
+import provenance
+
+from cases import DTYPES, ROOT, Case, read_cases
 
 from . import report
 
@@ -152,8 +154,12 @@ def main() -> int:
     path = (
         options.output or ROOT / "bench" / "results" / f"{provenance.slug(head['device'])}-{options.tag}.json"
     )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was measured is written
     try:
         return run(options, jobs_of(options), head, path, deadline)
+    except KeyboardInterrupt:
+        print("bench: interrupted before anything was measured", file=sys.stderr)
+        return 130
     finally:
         if cache:
             shutil.rmtree(cache, ignore_errors=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import bounds
 import torch
-from support import bounds
 
 from .arms import EPS, Operands
 

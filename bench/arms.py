@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from support.cases import TORCH_NAMES, Case
+
+from cases import TORCH_NAMES, Case
 
 EPS = 1e-5
 PEERS = ("eager", "inductor", "liger")
@@ -108,5 +109,8 @@ def regime(o: Operands) -> dict[str, str]:
     """Which rung served our last call, and the plan's name where the operator library tells it."""
     import steadynorm
 
+    rung = str(steadynorm.last_rung())
     plan = getattr(steadynorm, "last_plan", None)
-    return {"rung": str(steadynorm.last_rung()), "regime": str(plan()) if plan else "two_sweep"}
+    if rung != "native":
+        return {"rung": rung, "regime": "stock"}
+    return {"rung": rung, "regime": str(plan()) if plan else "two_sweep"}

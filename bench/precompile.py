@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import time
 
-from support.cases import Case
+from cases import Case
 
 Job = tuple[Case, str, str]  # case, dtype, activation
 MAX_WORKERS = 12
@@ -50,19 +50,20 @@ def precompile(jobs: list[Job], seconds: float, device: str = "cuda") -> tuple[i
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # one process a job is enough; inherited by the helpers
     pool = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
     processes = []
+    finished = False
     try:
         futures = [pool.submit(compile_job, job, device) for job in jobs]
         processes = list(pool._processes.values())
-        done, late = concurrent.futures.wait(futures, timeout=seconds)
+        finished = not concurrent.futures.wait(futures, timeout=seconds).not_done
     finally:
         if kept is None:
             del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
         else:
             os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = kept
         pool.shutdown(wait=False, cancel_futures=True)
-    if late:
-        for process in processes:
-            process.terminate()
-    for process in processes:  # none may share the device with what is timed
-        process.join()
-    return sum(future.exception() is None for future in done), time.monotonic() - began
+        for process in processes:  # none may share the device with what is timed
+            if not finished:
+                process.terminate()
+            process.join()
+    done = sum(future.done() and not future.cancelled() and future.exception() is None for future in futures)
+    return done, time.monotonic() - began

@@ -142,9 +142,15 @@ def run(options: argparse.Namespace, jobs: list, head: dict, path: Path, deadlin
                 break
             try:
                 told = bench.job(case, dtype, activation_set, activation)
+                torch.cuda.empty_cache()
             except torch.OutOfMemoryError as error:
                 told = f"left out: {failure(error)['error']}"
-            torch.cuda.empty_cache()
+                torch.cuda.empty_cache()
+            except RuntimeError as error:  # of the device itself: nothing after it can be trusted
+                stopped = f"{case.name} {dtype} {activation}: {failure(error)['error']}"
+                bench.our_failures += 1
+                break
+            report.write_json(path, {**head, "stopped": "not finished"}, bench.rows)
             spent = time.monotonic() - began
             print(
                 f"[{index}/{len(jobs)}] {case.name} {dtype} {activation}: {told}  [{spent:.0f} s]", flush=True

@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,12 +19,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "cuda")]
 
-from support import provenance  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
+import provenance  # noqa: E402
 import reports  # noqa: E402
 from reports import FAILED, PASSED, SKIPPED, Outcome  # noqa: E402
 
@@ -48,9 +46,7 @@ def parse_arguments() -> argparse.Namespace:
         "--only", default="cpp,python,sanitizer,kernels", help="parts to run (default: all four)"
     )
     parser.add_argument("--timeout", type=float, default=400, help="seconds for each program (default: 400)")
-    parser.add_argument(
-        "--pytest", nargs="*", default=[], help="further arguments for pytest, such as -k WORD"
-    )
+    parser.add_argument("--pytest", default="", help="further arguments for pytest: --pytest='-k WORD'")
     parser.add_argument("--output", type=Path, help="default: bench/results/gpu-tests-<gpu>.json")
     parser.add_argument("--commit", help="the commit to record where there is no git repository")
     options = parser.parse_args()
@@ -113,7 +109,7 @@ def run_python(options: argparse.Namespace, work: Path) -> list[Outcome]:
         "gpu",
         "-q",
         f"--junitxml={report}",
-        *options.pytest,
+        *shlex.split(options.pytest),
     ]
     status, output = execute(command, options.timeout)
     if not report.is_file():

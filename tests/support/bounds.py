@@ -18,6 +18,7 @@ ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 # Units of U, see docs/numerics.md.
 FORWARD, FORWARD_ACTIVATED = 8, 18
 DBIAS, DWEIGHT, DX = 8, 16, 16
+DWEIGHT_TYPICAL = 8  # of data whose roundings do not all agree
 SLOPE_RELATIVE, SLOPE_ARGUMENT = 8, 10  # of |dz| and of |dy·z|: what an activation adds to dz
 SLOPE_APPROXIMATE = 4  # of |dy|·(1 + |z|): what CUDA's approximate instructions add
 
@@ -77,8 +78,12 @@ def expect(
     eps: float = 1e-5,
     activation: str = "none",
     dy: torch.Tensor | None = None,
+    typical: bool = False,
 ) -> dict[str, Expected]:
-    """y, and with `dy` also dx, dweight, dbias, of x [N, C, *]; weight and bias missing, [C] or [N, C]."""
+    """y, and with `dy` also dx, dweight, dbias, of x [N, C, *]; weight and bias missing, [C] or [N, C].
+
+    `typical`: hold dweight to the bound of typical data.
+    """
     samples, channels = x.shape[:2]
 
     def by_group(t: torch.Tensor) -> torch.Tensor:
@@ -134,7 +139,7 @@ def expect(
     result["dx"] = Expected(dx.reshape(x.shape), allowance.reshape(x.shape))
 
     for name, parameter, factor, terms, error in (
-        ("dweight", weight, DWEIGHT, dz * x_hat, dz_error * x_hat.abs()),
+        ("dweight", weight, DWEIGHT_TYPICAL if typical else DWEIGHT, dz * x_hat, dz_error * x_hat.abs()),
         ("dbias", bias, DBIAS, dz, dz_error),
     ):
         if parameter is not None:

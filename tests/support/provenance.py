@@ -11,7 +11,7 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from .cases import ROOT
+from cases import ROOT
 
 
 def output_of(command: list[str]) -> str | None:
