@@ -175,11 +175,11 @@ def spread(values: list[float]) -> dict[str, float] | None:
 
 def running_mean(values: list[float], width: int = 10) -> list[float]:
     """Means of `width` consecutive values; of all of them where there are fewer."""
-    width = min(width, len(values))
+    width = max(1, min(width, len(values)))
     return [sum(values[i : i + width]) / width for i in range(len(values) - width + 1)]
 
 
 def max_relative_gap(reference: list[float], other: list[float]) -> float | None:
     """The largest relative distance of the two running means of 10 losses."""
     pairs = zip(running_mean(reference), running_mean(other))
-    return max((abs(b - a) / abs(a) for a, b in pairs), default=None) if reference else None
+    return max((abs(b - a) / abs(a) for a, b in pairs), default=None)

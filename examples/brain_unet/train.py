@@ -18,6 +18,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 from options import parse_options  # noqa: E402
 
 LEARNING_RATE = 3e-2
+CLIP = 1.0  # largest norm of the gradient
 WARM_UP = 0.1  # share of the steps
 SKIPPED_TIMES = 5  # first steps, left out of the time statistics: libraries warm up in them
 
@@ -32,7 +33,8 @@ class Interrupt:
     def on_signal(self, *_):
         self.set = True
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        print("\ninterrupted: writing the report so far (again to give up)", file=sys.stderr)
+        # Not print: the handler may run inside another write to the same stream.
+        os.write(2, b"\ninterrupted: writing the report so far (again to give up)\n")
 
 
 @dataclass
@@ -51,11 +53,13 @@ class Arm:
     def step(self, images, labels, loss_of, device) -> None:
         """One timed training step."""
         import measure
+        import torch
 
         measure.synchronize(device)
         start = time.perf_counter()
         with self.memory.step():
             loss = self.pass_through(images, labels, loss_of, device)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
             self.optimiser.step()
             self.optimiser.zero_grad(set_to_none=True)
             self.losses.append(loss.item())
@@ -162,7 +166,8 @@ def predict(options, brain, arm: Arm, interrupt: Interrupt):
     """Classes `uint8[X, Y, Z]` of the validation part, or None if interrupted.
 
     Windows of the training size overlap by a half; their probabilities are averaged with
-    weights that fall towards the window's border, where the zero padding is near.
+    weights that fall towards the window's border, where the zero padding is near. Windows of
+    pure air are left out, as they are in training: their class is "other".
     """
     import data
     import model as unet
@@ -176,6 +181,7 @@ def predict(options, brain, arm: Arm, interrupt: Interrupt):
     ramp = 1 - (torch.arange(size) + 0.5 - size / 2).abs() / (size / 2) + 1e-3
     weight = ramp[:, None, None] * ramp[:, None] * ramp
     total = torch.zeros(3, *image.shape)
+    total[0] = 1e-6  # where no window comes
     starts = [data.window_starts(n, size, size // 2) for n in image.shape]
     cubes = [
         tuple(slice(s, s + size) for s in (a, b, c))
@@ -183,6 +189,7 @@ def predict(options, brain, arm: Arm, interrupt: Interrupt):
         for b in starts[1]
         for c in starts[2]
     ]
+    cubes = [cube for cube in cubes if image[cube].any()]
     with torch.no_grad():
         for i in tqdm(range(0, len(cubes), batch), f"validate {arm.name}", mininterval=interval()):
             some = cubes[i : i + batch]
@@ -323,9 +330,9 @@ def main(argv: list[str] | None = None) -> int:
     by_threshold = data.threshold_classes(brain.valid.t1, thresholds)
     baseline = data.dice_scores(by_threshold, brain.valid.labels)
     arms = make_arms(options)
-    print(report.headline(options, brain, device_name(options.device), arms[0].model))
-
     interrupt = Interrupt()
+    print(report.headline(options, brain, device_name(options.device), arms[0].model), flush=True)
+
     train(options, brain, arms, interrupt)
     predicted = examine(options, brain, arms, interrupt)
     result = summarise(options, brain, arms, baseline, interrupt.set)
