@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A 3-D U-Net whose GroupNorm is chosen by a factory, so that two arms share every other line."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+GROUPS = 8
+
+
+def stock_norm(channels: int) -> tuple[nn.Module, nn.Module]:
+    """PyTorch's GroupNorm and a ReLU beside it."""
+    return nn.GroupNorm(GROUPS, channels), nn.ReLU(inplace=True)
+
+
+def steady_norm(channels: int) -> tuple[nn.Module, nn.Module]:
+    """Our GroupNorm with the ReLU inside; the Identity keeps the module tree, and so the keys."""
+    import steadynorm
+
+    return steadynorm.GroupNorm(GROUPS, channels, activation="relu"), nn.Identity()
+
+
+class Block(nn.Module):
+    """conv3d, GroupNorm, ReLU, twice: `Tensor[N, C_in, *]` to `Tensor[N, C_out, *]`."""
+
+    def __init__(self, c_in: int, c_out: int, norm):
+        super().__init__()
+        # No convolution bias: the normalisation would subtract most of it again.
+        self.conv0 = nn.Conv3d(c_in, c_out, 3, padding=1, bias=False)
+        self.norm0, self.act0 = norm(c_out)
+        self.conv1 = nn.Conv3d(c_out, c_out, 3, padding=1, bias=False)
+        self.norm1, self.act1 = norm(c_out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act0(self.norm0(self.conv0(x)))
+        return self.act1(self.norm1(self.conv1(x)))
+
+
+class UNet(nn.Module):
+    """`Tensor[N, 1, X, Y, Z]` to class scores `Tensor[N, classes, X, Y, Z]`.
+
+    width: channels at full resolution, doubled at each level down, a multiple of 8.
+    depth: number of resolutions; X, Y and Z must be multiples of 2**(depth - 1).
+    norm:  channels -> (normalisation, activation), `stock_norm` or `steady_norm`.
+    """
+
+    def __init__(self, width: int, depth: int, norm, classes: int = 3):
+        super().__init__()
+        channels = [width << level for level in range(depth)]
+        self.down = nn.ModuleList(
+            Block(c_in, c_out, norm) for c_in, c_out in zip([1, *channels], channels)
+        )
+        self.pool = nn.MaxPool3d(2)
+        self.rise = nn.ModuleList(
+            nn.ConvTranspose3d(2 * c, c, 2, stride=2) for c in reversed(channels[:-1])
+        )
+        self.up = nn.ModuleList(Block(2 * c, c, norm) for c in reversed(channels[:-1]))
+        self.head = nn.Conv3d(width, classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips: list[Tensor] = []
+        for level, block in enumerate(self.down):
+            x = block(self.pool(x) if level else x)
+            skips.append(x)
+        skips.pop()
+        for rise, block in zip(self.rise, self.up):
+            x = block(torch.cat((skips.pop(), rise(x)), dim=1))
+        return self.head(x)
+
+
+def norm_sites(model: nn.Module) -> list[tuple[str, nn.GroupNorm]]:
+    """Every GroupNorm of the model, by its dotted name, in the order of the module tree."""
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, nn.GroupNorm)]
+
+
+def receptive_field(depth: int) -> int:
+    """Width in voxels of the input that one output voxel sees through the convolutions.
+
+    The deepest path is the widest. It is followed backwards from an output voxel, for every
+    alignment to the pooling grid: two 3-wide convolutions widen an interval by 2 on each side,
+    a rise maps a voxel to its parent, a pooling maps a voxel to its two children.
+    """
+    widest = 0
+    for start in range(2 ** (depth - 1)):
+        low = high = start
+        for _ in range(depth - 1):
+            low, high = (low - 2) // 2, (high + 2) // 2
+        low, high = low - 2, high + 2
+        for _ in range(depth - 1):
+            low, high = 2 * low - 2, 2 * high + 1 + 2
+        widest = max(widest, high - low + 1)
+    return widest
+
+
+def channels_last_input(volume: Tensor) -> Tensor:
+    """`Tensor[N, X, Y, Z]` to `Tensor[N, 1, X, Y, Z]` with the strides of channels_last_3d.
+
+    With one channel both formats hold the same bytes, and only strides set by hand tell the
+    first convolution which one is meant; `contiguous(memory_format=...)` would change nothing.
+    """
+    return volume.unsqueeze(-1).permute(0, 4, 1, 2, 3)
