@@ -10,6 +10,7 @@
 #include <mutex>
 #include <string>
 
+#include "core/dispatch.h"
 #include "cuda/kernels.h"
 
 namespace steadynorm::cuda {
@@ -182,21 +183,27 @@ void backward(const Problem& problem, const BackwardArguments& a, Stream stream)
   call.dx = a.dx;
   call.dweight = problem.weight.present() ? a.dweight : nullptr;
   call.dbias = problem.bias.present() ? a.dbias : nullptr;
-  if (problem.weight.present()) call.dweight_view = call.weight;
   call.partials = at<float2>(a.workspace, w.partials);
   call.rows = at<float2>(a.workspace, w.rows);
   call.means = at<float2>(a.workspace, w.means);
   const bool parameters = call.dweight != nullptr || call.dbias != nullptr;
   if (problem.samples > 0) {
     if (call.dx == nullptr && !parameters) return;
-    check(contiguous ? launch_sums_contiguous(call, p.plan, p.first) : launch_sums_channels_last(call, p.plan, p.first),
+    check(dispatch(problem.activation,
+                   [&](auto a) {
+                     return contiguous ? sums_contiguous_of<a()>(call, p.plan, p.first)
+                                       : sums_channels_last_of<a()>(call, p.plan, p.first);
+                   }),
           "the sums kernel");
-    check(launch_rows(call, p.plan, p.next), "the rows kernel");
+    check(launch_rows(call, p.plan, problem.layout, p.next), "the rows kernel");
   }
-  check(launch_means_and_parameters(call, p.plan, problem.samples > 0 ? p.next : p.first), "the parameter kernel");
+  check(launch_means_and_parameters(call, problem.samples > 0 ? p.next : p.first), "the parameter kernel");
   if (problem.samples > 0 && call.dx != nullptr)
-    check(contiguous ? launch_input_gradient_contiguous(call, p.plan, p.next)
-                     : launch_input_gradient_channels_last(call, p.plan, p.next),
+    check(dispatch(problem.activation,
+                   [&](auto a) {
+                     return contiguous ? input_gradient_contiguous_of<a()>(call, p.plan, p.next)
+                                       : input_gradient_channels_last_of<a()>(call, p.plan, p.next);
+                   }),
           "the input gradient kernel");
 }
 

@@ -42,7 +42,7 @@ template <class T>
 __global__ void __launch_bounds__(kColumnThreads, 2)
     statistics_channels_last(const ForwardCall call, const Columns p, const Hint hint) {
   constexpr int W = 16 / sizeof(T);
-  extern __shared__ Node nodes[];
+  Node* const nodes = shared_memory<Node>();
   release_next();
   wait_for_previous();
   const std::uint64_t policy = make_policy(hint);

@@ -11,7 +11,7 @@ namespace {
 template <class T, int kRows>
 __global__ void __launch_bounds__(kLeafWarps* kLanes, 2) statistics_contiguous(const ForwardCall call, const Runs runs,
                                                                             const Hint hint) {
-  extern __shared__ Node nodes[];
+  Node* const nodes = shared_memory<Node>();
   release_next();
   wait_for_previous();
   const std::uint64_t policy = make_policy(hint);
@@ -19,31 +19,29 @@ __global__ void __launch_bounds__(kLeafWarps* kLanes, 2) statistics_contiguous(c
   const std::int64_t units = contiguous_units(call.d);
   const std::int64_t first_unit = std::int64_t{blockIdx.x} * (runs.warps / runs.runs_per_unit);
   const std::int64_t index = first_unit + warp / runs.runs_per_unit;
-  const std::int64_t run_length = runs.leaves_per_run * kContiguousLeaf;
-  const std::int64_t run_begin = warp % runs.runs_per_unit * run_length;
+  // Inside a unit positions fit an int: a unit is at most S / 64 positions.
+  const int run_length = static_cast<int>(runs.leaves_per_run) * kContiguousLeaf;
+  const int run_begin = warp % runs.runs_per_unit * run_length;
 
   Node node{};
   ContiguousUnit unit{};
+  int unit_length = 0;
   if (index < units) {
     unit = contiguous_unit(call.d, index);
+    unit_length = static_cast<int>(unit.length);
     const T* x = static_cast<const T*>(call.x) + unit.begin;
-    if (runs.leaves_per_run == 1) {
-      const int length = static_cast<int>(present(run_begin, run_begin + kContiguousLeaf, unit.length));
-      if (length > 0) node = contiguous_leaf<T, kRows>(x + run_begin, length, lane, policy);
-    } else {
-      Node* levels = nodes + runs.warps + warp * runs.levels;
-      std::int64_t leaf = 0;
-      for (; leaf < runs.leaves_per_run; ++leaf) {
-        const std::int64_t begin = run_begin + leaf * kContiguousLeaf;
-        const int length = static_cast<int>(present(begin, begin + kContiguousLeaf, unit.length));
-        if (length == 0) break;
-        node = contiguous_leaf<T, kRows>(x + begin, length, lane, policy);
-        if (lane == 0) push_node(levels, 1, leaf, with_count(node, length), kContiguousLeaf);
-      }
-      if (lane == 0 && leaf > 0)
-        node = without_count(root_of_nodes(levels, 1, leaf, kContiguousLeaf,
-                                           static_cast<double>(present(run_begin, run_begin + run_length, unit.length))));
+    Node* levels = nodes + runs.warps + warp * runs.levels;
+    int leaf = 0;
+    for (; leaf < runs.leaves_per_run; ++leaf) {
+      const int begin = run_begin + leaf * kContiguousLeaf;
+      const int length = present(begin, begin + kContiguousLeaf, unit_length);
+      if (length == 0) break;
+      node = contiguous_leaf<T, kRows>(x + begin, length, lane, policy);
+      if (runs.leaves_per_run > 1 && lane == 0) push_node(levels, 1, leaf, with_count(node, length), kContiguousLeaf);
     }
+    if (runs.leaves_per_run > 1 && lane == 0 && leaf > 0)
+      node = without_count(root_of_nodes(levels, 1, leaf, kContiguousLeaf,
+                                         present(run_begin, run_begin + run_length, unit_length)));
   }
   if (runs.runs_per_unit == 1) {
     if (index < units && lane == 0) call.roots[unit.root] = node;
@@ -58,7 +56,7 @@ __global__ void __launch_bounds__(kLeafWarps* kLanes, 2) statistics_contiguous(c
     for (int r = 0; r < kLeafWarps; ++r) {
       run[r] = Moments{};
       if (r < runs.runs_per_unit)
-        run[r] = with_count(nodes[warp + r], static_cast<double>(present(r * run_length, (r + 1) * run_length, unit.length)));
+        run[r] = with_count(nodes[warp + r], present(r * run_length, (r + 1) * run_length, unit_length));
     }
 #pragma unroll
     for (int step = 1; step < kLeafWarps; step *= 2)

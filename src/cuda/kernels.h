@@ -60,15 +60,20 @@ cudaError_t launch_statistics_of_moments(const Call&, const double* moments, flo
 cudaError_t launch_apply_contiguous(const ForwardCall&, const Plan&, const Queue&);
 cudaError_t launch_apply_channels_last(const ForwardCall&, const Plan&, const Queue&);
 
-cudaError_t launch_sums_contiguous(const BackwardCall&, const Plan&, const Queue&);
-cudaError_t launch_sums_channels_last(const BackwardCall&, const Plan&, const Queue&);
-cudaError_t launch_rows(const BackwardCall&, const Plan&, const Queue&);
-cudaError_t launch_means(const BackwardCall&, const Plan&, const Queue&);
-cudaError_t launch_parameter_gradients(const BackwardCall&, const Plan&, const Queue&);
-cudaError_t launch_input_gradient_contiguous(const BackwardCall&, const Plan&, const Queue&);
-cudaError_t launch_input_gradient_channels_last(const BackwardCall&, const Plan&, const Queue&);
+cudaError_t launch_rows(const BackwardCall&, const Plan&, Layout, const Queue&);
+cudaError_t launch_means_and_parameters(const BackwardCall&, const Queue&);
 
-// "sm_80, sm_90": what this library was built for.
+// The sweeps over x and dy of one activation, each instantiated in a source file of its own.
+template <Activation>
+cudaError_t sums_contiguous_of(const BackwardCall&, const Plan&, const Queue&);
+template <Activation>
+cudaError_t sums_channels_last_of(const BackwardCall&, const Plan&, const Queue&);
+template <Activation>
+cudaError_t input_gradient_contiguous_of(const BackwardCall&, const Plan&, const Queue&);
+template <Activation>
+cudaError_t input_gradient_channels_last_of(const BackwardCall&, const Plan&, const Queue&);
+
+// The compute capabilities that this library was built for.
 const char* built_architectures();
 
 }  // namespace steadynorm::cuda

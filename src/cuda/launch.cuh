@@ -32,6 +32,13 @@ cudaError_t launch(void (*kernel)(Parameters...), const Launch& shape, const Que
   return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
 }
 
+// The block's dynamic shared memory.
+template <class T>
+__device__ __forceinline__ T* shared_memory() {
+  extern __shared__ __align__(16) unsigned char bytes[];
+  return reinterpret_cast<T*>(bytes);
+}
+
 __device__ __forceinline__ bool is_aligned(const void* p, int bytes) {
   return reinterpret_cast<std::uintptr_t>(p) % static_cast<unsigned>(bytes) == 0;
 }
@@ -47,6 +54,11 @@ __device__ __forceinline__ float load_parameter(const ParameterView& p, std::int
 __device__ __forceinline__ Statistics load_statistics(const Call& call, std::int64_t group) {
   const std::int64_t plane = call.d.N * call.d.G;
   return {call.statistics[group], call.statistics[plane + group], call.statistics[2 * plane + group]};
+}
+
+__device__ __forceinline__ GroupMeans load_means(const BackwardCall& call, std::int64_t group) {
+  const float2 means = call.means[group];
+  return {means.x, means.y};
 }
 
 // What one channel of one sample needs to make z of x.

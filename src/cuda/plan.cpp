@@ -54,10 +54,10 @@ Launch launch_of(const Runs& r, std::int64_t units) {
 }
 
 // Slabs start at multiples of `quantum` channels: what must stay together.
-Columns make_columns(const Problem& p, const Tree& tree, std::int64_t quantum, bool vectors, bool by_channel_unit,
-                     int target, int threads) {
+Columns make_columns(const Problem& p, const Tree& tree, int width, std::int64_t quantum, bool vectors,
+                     bool by_channel_unit, int target, int threads) {
   Columns r;
-  r.width = vector_width(p);
+  r.width = width;
   r.vectors = vectors;
   r.by_channel_unit = by_channel_unit;
   if (by_channel_unit) {
@@ -84,7 +84,7 @@ Launch launch_of(const Columns& r, const Problem& p, const Tree& tree) {
 Columns choose_columns(const Problem& p, const DeviceInfo& device, const Choice& choice, bool whole_units) {
   const Tree tree = tree_of(p);
   const std::int64_t D = p.channels_per_group();
-  const int width = vector_width(p);
+  const int width = whole_units ? vector_width(p) : kBackwardWidth;
   const bool split_groups = whole_units && tree.channel_units > 1;
   bool vectors = p.channels % width == 0 && !(split_groups && D % width != 0);
   std::int64_t quantum = whole_units ? D : width;
@@ -94,23 +94,24 @@ Columns choose_columns(const Problem& p, const DeviceInfo& device, const Choice&
     quantum = D;
   }
   int target = choice.column_target;
-  Columns best = make_columns(p, tree, quantum, vectors, split_groups, target, choice.column_threads);
+  Columns best = make_columns(p, tree, width, quantum, vectors, split_groups, target, choice.column_threads);
   // Small problems: narrower slabs, down to 64 bytes, until there are two blocks for every SM. Not yet measured.
   while (target > 4 && launch_of(best, p, tree).blocks < 2 * device.sms) {
     target /= 2;
-    best = make_columns(p, tree, quantum, vectors, split_groups, target, choice.column_threads);
+    best = make_columns(p, tree, width, quantum, vectors, split_groups, target, choice.column_threads);
   }
   // A wide slab with a deep counter may not fit shared memory; fewer lanes only deepen it, so drop the vectors.
   if (launch_of(best, p, tree).shared_bytes > static_cast<int>(device.shared_per_block_optin) && !split_groups)
-    best = make_columns(p, tree, whole_units ? D : width, vectors && !whole_units, false, 1, choice.column_threads);
+    best = make_columns(p, tree, width, whole_units ? D : width, vectors && !whole_units, false, 1, choice.column_threads);
   return best;
 }
 
-Sweep choose_sweep(const Problem& p, const DeviceInfo& device, const Choice& choice) {
+Sweep choose_sweep(const Problem& p, const DeviceInfo& device, const Choice& choice, int width) {
   Sweep r;
   r.reverse = choice.reverse;
+  r.width = width;
   if (p.layout == Layout::contiguous) return r;
-  const std::int64_t vectors = divide_up(p.channels, vector_width(p));
+  const std::int64_t vectors = divide_up(p.channels, width);
   r.slabs = divide_up(vectors, choice.sweep_columns);
   r.columns = static_cast<int>(divide_up(vectors, r.slabs));
   r.lanes = static_cast<int>(std::clamp<std::int64_t>(kColumnThreads / r.columns, 1, p.positions));
@@ -133,8 +134,8 @@ Plan make_plan(const Problem& p, const DeviceInfo& device, const Choice& choice)
   plan.overlap = device.major >= 9;
   // H200, 2026-11-30: evict_last reads are 3 % faster from 64 MB on, and make no difference below 32 MB.
   plan.sticky = bytes_of_x(p) >= (std::int64_t{64} << 20);
-  plan.apply = choose_sweep(p, device, choice);
-  plan.gradient = plan.apply;
+  plan.apply = choose_sweep(p, device, choice, vector_width(p));
+  plan.gradient = choose_sweep(p, device, choice, p.layout == Layout::contiguous ? vector_width(p) : kBackwardWidth);
   if (p.layout == Layout::contiguous) {
     plan.runs = plan.sum_runs = make_runs(tree, choice.warps);
     plan.statistics = launch_of(plan.runs, contiguous_units(d));

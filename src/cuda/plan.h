@@ -49,7 +49,7 @@ struct Runs {
 
 // channels_last: `columns` threads along the channels, each with `width` of them; `lanes` along the volume.
 struct Columns {
-  int width = 0;                // channels of a thread: 16 bytes of x
+  int width = 0;                // channels of a thread
   int columns = 0;
   int lanes = 0;                // a power of two; each evaluates a leaf per round
   bool vectors = false;         // every thread's channels are one aligned vector, if the pointer is
@@ -64,6 +64,7 @@ struct Columns {
 
 // An element-wise sweep. contiguous: threads x vectors in a row; channels_last: columns x lanes, `rows` a thread.
 struct Sweep {
+  int width = 0;
   int columns = 0;
   int lanes = 0;
   int rows = 0;
@@ -113,6 +114,7 @@ constexpr int kLeafWarps = 8;       // contiguous: at most, of a block that redu
 constexpr int kColumnThreads = 256;  // channels_last: at most, of a block
 constexpr int kTileThreads = 512;   // contiguous: of a block of an element-wise sweep, two vectors each (H200,
 constexpr int kTileVectors = 2;     // 2026-11-30, 1 GiB: copies by 512 x 1 to 1024 x 2 vectors are fastest, 4.2 TB/s)
+constexpr int kBackwardWidth = 4;   // channels_last: of a thread; with eight, coefficients and sums overflow 128 registers
 constexpr int kUnitsOfThread = 8;   // backward: of a channel, merged by one thread
 constexpr int kRowThreads = 256;    // backward: of a block that makes rows
 
