@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backward, per channel: rows from the units' sums, then group means and parameter gradients from the rows.
-#include "cuda/launch.cuh"
+#include "cuda/coefficients.cuh"
 #include "cuda/reduce.cuh"
 
 namespace steadynorm::cuda {

@@ -73,6 +73,7 @@ __global__ void __launch_bounds__(kLeafWarps* kLanes, 2) sums_contiguous(const B
     const U* dy = static_cast<const U*>(call.dy) + unit.begin;
     ChannelSums* levels = nodes + runs.warps + warp * runs.levels;
     int leaf = 0;
+#pragma unroll 1
     for (; leaf < runs.leaves_per_run; ++leaf) {
       const int begin = run_begin + leaf * kContiguousLeaf;
       const int length = present(begin, begin + kContiguousLeaf, unit_length);

@@ -2,7 +2,7 @@
 // The channels_last layout: how a thread reads its channels along the volume, and where a block of a sweep lies.
 #pragma once
 
-#include "cuda/launch.cuh"
+#include "cuda/coefficients.cuh"
 #include "cuda/reduce.cuh"
 
 namespace steadynorm::cuda {

@@ -2,7 +2,7 @@
 // The contiguous layout: how a lane reads its values of a leaf, and how a flat tile meets the channels it crosses.
 #pragma once
 
-#include "cuda/launch.cuh"
+#include "cuda/coefficients.cuh"
 #include "cuda/reduce.cuh"
 
 namespace steadynorm::cuda {
@@ -41,7 +41,8 @@ __device__ __forceinline__ Node contiguous_leaf(const T* leaf, int length, int l
     return warp_tree(node, kRows * kLaneWidth);
   }
   const int count = lane_count(length, lane);
-  const auto there = [&](int v, int j) { return j < lane_rest(length, lane, v); };
+  const int rest = length - kLaneWidth * lane;  // an element is there when its offset in the lane's rows is below this
+  const auto there = [&](int v, int j) { return kLeafRow * v + j < rest; };
   Moments moments{};
   if (count != 0) moments = with_count(micro_batch<kRows, kLaneWidth, false>(x, stored, there, count), count);
   return without_count(warp_tree(moments, kLanes));

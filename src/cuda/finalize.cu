@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // From the roots of the units to the statistics of the groups: the upper levels of the tree.
-#include "cuda/launch.cuh"
+#include "cuda/coefficients.cuh"
 #include "cuda/reduce.cuh"
 
 namespace steadynorm::cuda {

@@ -14,7 +14,6 @@ __global__ void __launch_bounds__(kLeafWarps* kLanes, 2) statistics_contiguous(c
   Node* const nodes = shared_memory<Node>();
   release_next();
   wait_for_previous();
-  const std::uint64_t policy = make_policy(hint);
   const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const std::int64_t units = contiguous_units(call.d);
   const std::int64_t first_unit = std::int64_t{blockIdx.x} * (runs.warps / runs.runs_per_unit);
@@ -24,19 +23,19 @@ __global__ void __launch_bounds__(kLeafWarps* kLanes, 2) statistics_contiguous(c
   const int run_begin = warp % runs.runs_per_unit * run_length;
 
   Node node{};
-  ContiguousUnit unit{};
   int unit_length = 0;
   if (index < units) {
-    unit = contiguous_unit(call.d, index);
+    const ContiguousUnit unit = contiguous_unit(call.d, index);
     unit_length = static_cast<int>(unit.length);
     const T* x = static_cast<const T*>(call.x) + unit.begin;
     Node* levels = nodes + runs.warps + warp * runs.levels;
     int leaf = 0;
+#pragma unroll 1
     for (; leaf < runs.leaves_per_run; ++leaf) {
       const int begin = run_begin + leaf * kContiguousLeaf;
       const int length = present(begin, begin + kContiguousLeaf, unit_length);
       if (length == 0) break;
-      node = contiguous_leaf<T, kRows>(x + begin, length, lane, policy);
+      node = contiguous_leaf<T, kRows>(x + begin, length, lane, make_policy(hint));
       if (runs.leaves_per_run > 1 && lane == 0) push_node(levels, 1, leaf, with_count(node, length), kContiguousLeaf);
     }
     if (runs.leaves_per_run > 1 && lane == 0 && leaf > 0)
@@ -44,7 +43,7 @@ __global__ void __launch_bounds__(kLeafWarps* kLanes, 2) statistics_contiguous(c
                                          present(run_begin, run_begin + run_length, unit_length)));
   }
   if (runs.runs_per_unit == 1) {
-    if (index < units && lane == 0) call.roots[unit.root] = node;
+    if (index < units && lane == 0) call.roots[contiguous_unit(call.d, index).root] = node;
     return;
   }
 
@@ -62,7 +61,7 @@ __global__ void __launch_bounds__(kLeafWarps* kLanes, 2) statistics_contiguous(c
     for (int step = 1; step < kLeafWarps; step *= 2)
 #pragma unroll
       for (int r = 0; r < kLeafWarps; r += 2 * step) run[r] = merge(run[r], run[r + step]);
-    call.roots[unit.root] = without_count(run[0]);
+    call.roots[contiguous_unit(call.d, index).root] = without_count(run[0]);
   }
 }
 

@@ -1,47 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launching a kernel as its plan says, and the coefficients that every kernel makes of weight, bias and statistics.
+// The coefficients that every kernel makes of weight, bias and statistics, and what it does with them to one element.
 #pragma once
 
-#include <cuda_runtime.h>
-
+#include "core/formulas.h"
 #include "cuda/kernels.h"
 #include "cuda/memory.cuh"
 
 namespace steadynorm::cuda {
-
-template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), const Launch& shape, const Queue& queue, const Arguments&... arguments) {
-  if (shape.blocks == 0) return cudaSuccess;
-  if (shape.shared_bytes > 48 * 1024) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
-    if (error != cudaSuccess) return error;
-  }
-  cudaLaunchConfig_t config{};
-  cudaLaunchAttribute attribute{};
-  config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
-  config.blockDim = dim3(static_cast<unsigned>(shape.threads_x), static_cast<unsigned>(shape.threads_y));
-  config.dynamicSmemBytes = static_cast<std::size_t>(shape.shared_bytes);
-  config.stream = queue.stream;
-  if (queue.overlap) {
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-  }
-  return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
-}
-
-// The block's dynamic shared memory.
-template <class T>
-__device__ __forceinline__ T* shared_memory() {
-  extern __shared__ __align__(16) unsigned char bytes[];
-  return reinterpret_cast<T*>(bytes);
-}
-
-__device__ __forceinline__ bool is_aligned(const void* p, int bytes) {
-  return reinterpret_cast<std::uintptr_t>(p) % static_cast<unsigned>(bytes) == 0;
-}
 
 __device__ __forceinline__ float load_parameter(const ParameterView& p, std::int64_t n, std::int64_t c, float missing) {
   if (p.data == nullptr) return missing;
