@@ -123,7 +123,8 @@ STEADYNORM_HD float activate_backward(float dy, float z) {
     return dy * (n.integral + z * n.density);
   } else if constexpr (A == Activation::gelu_tanh) {
     const TanhGate g = tanh_gate(z);
-    return dy * (g.sigmoid.value * (1.0f + z * g.sigmoid.complement * g.slope));
+    // z times the value first: where the value is 0, z * slope may overflow.
+    return dy * (g.sigmoid.value + z * g.sigmoid.value * (g.sigmoid.complement * g.slope));
   } else {
     return dy;
   }

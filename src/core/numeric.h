@@ -11,7 +11,8 @@
 #if defined(__CUDACC__)
 #define STEADYNORM_HD __host__ __device__ __forceinline__
 #else
-#define STEADYNORM_HD inline
+// Forced, so that an object compiled for a newer instruction set exports no copy that an older machine could link to.
+#define STEADYNORM_HD inline __attribute__((always_inline))
 #endif
 
 namespace steadynorm {

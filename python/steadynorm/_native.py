@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads the operator library, or says in one sentence why it can't be."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LIBRARY = "libsteadynorm_torch.so"
+BUILD_INFO = "build_info.json"
+
+
+@dataclass
+class Native:
+    """The operator library as it was found at import."""
+
+    path: Path | None = None
+    build: dict[str, Any] = field(default_factory=dict)  # what CMake wrote beside the library
+    operator: Callable[..., torch.Tensor] | None = None  # steadynorm::group_norm, when the library is loaded
+    reason: str | None = None  # why it isn't
+
+
+def load(search_path: Iterable[str]) -> Native:
+    """Loads the library from the `lib` folder of the first package folder that has one."""
+    folders = [Path(entry) / "lib" for entry in search_path]
+    folder = next((f for f in folders if (f / LIBRARY).is_file()), None)
+    if folder is None:
+        return Native(reason=f"{LIBRARY} is missing from {' and '.join(map(str, folders))}")
+    native = Native(path=folder / LIBRARY)
+    # Read before loading: a library for another torch may load and then crash.
+    try:
+        native.build = json.loads((folder / BUILD_INFO).read_text(encoding="utf-8"))
+        built_for = str(native.build["torch"])
+    except FileNotFoundError:
+        native.reason = f"{folder / BUILD_INFO} is missing, so the torch that {LIBRARY} needs is unknown"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        native.reason = f"{folder / BUILD_INFO} can't be read: {type(error).__name__}: {error}"
+    else:
+        if _minor(built_for) != _minor(torch.__version__):
+            native.reason = f"{LIBRARY} was built for torch {built_for}, this is torch {torch.__version__}"
+    if native.reason is None:
+        try:
+            torch.ops.load_library(str(native.path))
+        except (OSError, RuntimeError) as error:
+            native.reason = f"{LIBRARY} can't be loaded: {error}"
+        else:
+            native.operator = torch.ops.steadynorm.group_norm.default
+    return native
+
+
+def why_not_on(native: Native, device: torch.device) -> str | None:
+    """Why the loaded library can't serve tensors of `device`; None: it can."""
+    if device.type in ("cpu", "meta"):
+        return None
+    if device.type != "cuda":
+        return f"the native library does not serve device type '{device.type}'"
+    if not native.build.get("cuda"):
+        return "the native library was built without CUDA"
+    capability = torch.cuda.get_device_capability(device)
+    architectures = [str(entry) for entry in native.build.get("cuda_architectures", [])]
+    if not any(runs_on(entry, capability) for entry in architectures):
+        return (
+            f"the native library has no code for {torch.cuda.get_device_name(device)} "
+            f"(sm_{capability[0]}{capability[1]}), it was built for {', '.join(architectures)}"
+        )
+    return None
+
+
+def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
+    """Whether code for a CMake CUDA architecture ("90", "90a", "90-real", "90-virtual") runs on a GPU."""
+    match = re.fullmatch(r"(\d+)(\d)([af]?)(-real|-virtual)?", architecture)
+    if match is None:
+        return False
+    built = (int(match[1]), int(match[2]))
+    if match[3] == "a":
+        return built == capability
+    same_family = built[0] == capability[0] and built <= capability
+    has_ptx = match[3] == "" and match[4] != "-real"
+    return same_family or (has_ptx and built <= capability)
+
+
+def _minor(version: str) -> tuple[str, ...]:
+    return tuple(version.split(".")[:2])

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The eager rung: stock PyTorch with the casts, relayouts and errors that make it agree with the operator.
+
+Statistics are fp32 also for bf16 and fp16 input: it is widened first, as a full-size copy, and the result is rounded
+once. That copy and a slower kernel are the price of this rung.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+ACTIVATIONS = {
+    "none": None,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    activation: str,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    check(input, num_groups, weight, bias, eps, activation, out_dtype)
+    out_dtype = out_dtype or input.dtype
+    format = memory_format(input)
+    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+
+    x = input
+    if x.requires_grad and format != torch.contiguous_format:
+        x = _GradientInFormat.apply(x, format)
+    x = x.to(dtype).contiguous(memory_format=format)
+    w = None if weight is None else weight.to(dtype)
+    b = None if bias is None else bias.to(dtype)
+    if (w is None or w.dim() == 1) and (b is None or b.dim() == 1):
+        if w is None and b is not None:
+            # Stock's backward fails for a bias without a weight: "tensor does not have a device".
+            w = torch.ones_like(b)
+        y = F.group_norm(x, num_groups, w, b, eps)
+    else:
+        y = F.group_norm(x, num_groups, None, None, eps)
+        rows = (-1, input.size(1)) + (1,) * (input.dim() - 2)
+        if w is not None:
+            y = y * w.reshape(rows)
+        if b is not None:
+            y = y + b.reshape(rows)
+    function = ACTIVATIONS[activation]
+    if function is not None:
+        y = function(y)
+    return y.to(out_dtype).contiguous(memory_format=format)
+
+
+def memory_format(x: torch.Tensor) -> torch.memory_format:
+    """The format of y and dx: the input's, contiguous for any other strides and for what is both."""
+    if x.is_contiguous():
+        return torch.contiguous_format
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return torch.channels_last
+    if x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
+        return torch.channels_last_3d
+    return torch.contiguous_format
+
+
+def check(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    activation: str,
+    out_dtype: torch.dtype | None,
+) -> None:
+    """The operator's own checks, in its order and words."""
+    if input.dim() < 2:
+        _reject(f"input must have at least 2 dimensions, got {input.dim()}")
+    N, C = input.shape[:2]
+    if num_groups <= 0:
+        _reject(f"groups must be positive, got G={num_groups}")
+    if C % num_groups != 0:
+        _reject(f"channels must be divisible by groups, got C={C}, G={num_groups}")
+    if input.numel() == num_groups:
+        # In torch.nn.functional.group_norm's own words.
+        sizes = [1, num_groups, *input.shape[2:]]
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {sizes}")
+    _check_dtype("input", input.dtype)
+    if C == 0:
+        _reject(f"channels must be positive, got C={C}")
+    if 0 in input.shape[2:]:
+        _reject("every spatial size must be positive, got S=0")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is None:
+            continue
+        if tuple(parameter.shape) not in ((C,), (N, C)):
+            sizes = list(parameter.shape)
+            _reject(f"{name} must have shape [C] or [N, C] with N={N}, C={C}, got {sizes}")
+        if parameter.device != input.device:
+            _reject(f"{name} must be on input's device {input.device}, got {parameter.device}")
+        _check_dtype(name, parameter.dtype)
+    check_activation(activation)
+    if out_dtype is not None:
+        _check_dtype("out_dtype", out_dtype)
+    if not (math.isfinite(eps) and eps >= 0):
+        _reject(f"eps must be finite and not negative, got eps={eps:f}")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.dtype == torch.float64 != input.dtype:
+            _reject(f"a float64 {name} needs a float64 input, got input {_name(input.dtype)}")
+
+
+def _check_dtype(name: str, dtype: torch.dtype) -> None:
+    if dtype not in DTYPES:
+        _reject(f"{name} must be float32, bfloat16, float16 or float64, got {_name(dtype)}")
+
+
+def check_activation(name: str) -> None:
+    if name not in ACTIVATIONS:
+        _reject(f"activation must be one of {', '.join(ACTIVATIONS)}, got '{name}'")
+
+
+class _GradientInFormat(torch.autograd.Function):
+    """Passes its input through; its gradient comes back in the input's memory format."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(input: torch.Tensor, format: torch.memory_format) -> torch.Tensor:
+        return input.view_as(input)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.format = inputs[1]
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.contiguous(memory_format=ctx.format), None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _reject(what: str) -> None:
+    raise ValueError(f"group_norm: {what}")

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The function form of GroupNorm."""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+
+from . import rungs
+
+
+class _OutDtype(enum.Enum):
+    MATCH_STOCK = "match stock"
+
+    def __repr__(self) -> str:
+        return "MATCH_STOCK_DTYPE"
+
+
+#: The default of `out_dtype`: what `torch.nn.functional.group_norm` returns in the same context.
+MATCH_STOCK_DTYPE = _OutDtype.MATCH_STOCK
+
+
+def group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None | _OutDtype = MATCH_STOCK_DTYPE,
+) -> torch.Tensor:
+    """Group normalisation, with an optional activation in the same pass.
+
+    For each sample the C channels are cut into `num_groups` runs of C/G channels. Each run, with all its positions, is
+    brought to mean 0 and variance 1, then scaled and shifted per channel:
+    `activation((x - mean) / sqrt(variance + eps) * weight + bias)`, where the variance is the biased one.
+
+    Args:
+        input (Tensor[N, C, *]): fp32, bf16, fp16 or fp64, of any strides, rank 2 or more. N may be 0.
+        num_groups (int): G, a divisor of C.
+        weight (Tensor[C] or Tensor[N, C], optional): scale, one row for all samples or one row for each. Any of the
+            dtypes above whatever the input's is, but fp64 only with fp64 input. Default: 1.
+        bias (Tensor[C] or Tensor[N, C], optional): shift, as `weight`. Default: 0.
+        eps (float): added to the variance, in the square of the input's unit. Default: 1e-5.
+        activation (str, optional): none, relu, silu, gelu (exact) or gelu_tanh. Default: none.
+        out_dtype (torch.dtype, optional): dtype of the result; None is the input's. Default: `MATCH_STOCK_DTYPE`, the
+            dtype that `torch.nn.functional.group_norm` returns in the same context: fp32 under CUDA autocast, else
+            the input's. Where stock refuses a mix of dtypes, the input's.
+
+    Returns:
+        Tensor[N, C, *]: in the input's memory format when that is contiguous, channels_last or channels_last_3d, else
+        contiguous. The answer is computed in fp32 (fp64 for fp64 input) and rounded once: `out_dtype=torch.bfloat16`
+        equals `out_dtype=torch.float32` followed by `.to(torch.bfloat16)`. Gradients have the dtype of what they are
+        gradients of; the input's has also its memory format.
+
+    Raises:
+        ValueError: before any work, one sentence that names the rule and the value received.
+        RuntimeError: the device or the build can't serve the call.
+
+    Deterministic: a sample's result and input gradient have the same bits whatever the batch around it, the storage
+    dtype of the same values, the number of threads and the run; the gradients of [C] parameters depend on N too.
+    This holds where the native kernel serves (see `last_rung`).
+
+    Accuracy, against exact arithmetic and with u = 2^-24: half a unit of the output dtype plus
+    8u * max(|weight * x^|, |bias|), also when the mean is 1e5 deviations away from 0; with an activation 18u.
+
+    After Wu and He, Group Normalization, arXiv:1803.08494.
+
+    Example:
+        >>> import torch, steadynorm
+        >>> x = torch.tensor([[[1.0, 3.0], [5.0, 7.0]]])  # N=1, C=2, two positions
+        >>> steadynorm.group_norm(x, 2, eps=0.0)
+        tensor([[[-1.,  1.],
+                 [-1.,  1.]]])
+        >>> steadynorm.group_norm(x, 2, eps=0.0, activation="relu", out_dtype=torch.bfloat16)
+        tensor([[[0., 1.],
+                 [0., 1.]]], dtype=torch.bfloat16)
+    """
+    if out_dtype is MATCH_STOCK_DTYPE:
+        out_dtype = _stock_dtype(input)
+    elif out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype.is_floating_point):
+        raise ValueError(f"group_norm: out_dtype must be a floating dtype or None, got {out_dtype!r}")
+    return rungs.serve(input, num_groups, weight, bias, eps, activation or "none", out_dtype)
+
+
+def _stock_dtype(input: torch.Tensor) -> torch.dtype | None:
+    """The dtype of F.group_norm; None for the input's.
+
+    Autocast's fp32 list has group_norm on CUDA and not on the CPU; it leaves fp64 alone (seen with torch 2.11).
+    """
+    if input.is_cpu or input.dtype == torch.float64:
+        return None
+    device_type = input.device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.float32
+    return None

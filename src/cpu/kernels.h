@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// The contract of the inner kernels: all that an instruction set has to supply. Row kernels run along memory
+// (contiguous), column kernels across rows (channels_last); the elementwise ones serve both.
+//
+// Kernels know storage types, trees and formulas; not groups, samples, threads or parameters. Offsets and strides are in
+// elements. Every instruction set gives the same bits.
+#pragma once
+
+#include <cstdint>
+
+#include "core/formulas.h"
+#include "core/tree.h"
+#include "steadynorm/types.h"
+
+namespace steadynorm::cpu {
+
+// Columns that one call of a column kernel takes at most: a kilobyte of each row, and its coefficients stay in L1.
+constexpr int kPanel = kChannelBlock;
+
+// What the formulas need beside an element: entry j for column j; a row kernel reads entry 0 for all of its row.
+struct Coefficients {
+  alignas(64) float mean_hi[kPanel];
+  float mean_lo[kPanel];
+  float rstd[kPanel];
+  float weight[kPanel];
+  float scale[kPanel];  // weight * rstd
+  float bias[kPanel];
+  float mean_dz[kPanel];             // of the group, over weight * dz
+  float mean_dz_normalized[kPanel];  // over weight * dz * normalized
+};
+
+struct Array {
+  const void* data;
+  DType type;
+};
+
+struct MutableArray {
+  void* data;
+  DType type;
+};
+
+// Elements offset + row * stride + column. A row kernel takes one row of any width, a column kernel width <= kPanel.
+struct Tile {
+  std::int64_t offset;
+  std::int64_t rows;
+  std::int64_t stride;
+  std::int64_t width;
+};
+
+struct Kernels {
+  const char* name;
+
+  // Moments of `count` adjacent contiguous units of `length` values each.
+  void (*row_moments)(Array x, std::int64_t offset, std::int64_t length, std::int64_t count, Moments* moments);
+
+  // Moments of each column over a channels_last unit's positions, the tile's rows.
+  void (*column_moments)(Array x, const Tile& tile, std::int64_t leaf_positions, Moments* moments);
+
+  // y = activate(affine(centred(x))).
+  void (*row_apply)(Activation, Array x, MutableArray y, const Tile& tile, const Coefficients&);
+  void (*column_apply)(Activation, Array x, MutableArray y, const Tile& tile, const Coefficients&);
+
+  // sum(dz) and sum(dz * normalized), rounded to fp32: of a contiguous unit of one channel ...
+  void (*row_sums)(Activation, Array x, Array dy, const Tile& tile, const Coefficients&, float* dz, float* dz_normalized);
+  // ... of each of width / length adjacent channels of `length` positions; coefficients come per value ...
+  void (*run_sums)(Activation, Array x, Array dy, const Tile& tile, std::int64_t length, const Coefficients&, float* dz,
+                   float* dz_normalized);
+  // ... and of each column over a channels_last unit's positions.
+  void (*column_sums)(Activation, Array x, Array dy, const Tile& tile, std::int64_t leaf_positions, const Coefficients&,
+                      float* dz, float* dz_normalized);
+
+  void (*row_gradient)(Activation, Array x, Array dy, MutableArray dx, const Tile& tile, const Coefficients&);
+  void (*column_gradient)(Activation, Array x, Array dy, MutableArray dx, const Tile& tile, const Coefficients&);
+
+  // `count` values as fp32: parameters.
+  void (*widen)(Array from, std::int64_t offset, std::int64_t count, float* to);
+};
+
+// The kernels for this machine.
+const Kernels& kernels();
+
+}  // namespace steadynorm::cpu

@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+// Moments of units, by rows and by columns. docs/numerics.md, "The tree" and "Statistics".
+#pragma once
+
+#include <cstdint>
+
+#include "core/formulas.h"
+#include "core/tree.h"
+#include "cpu/column_tree.h"
+#include "cpu/running_tree.h"
+#include "cpu/vec.h"
+
+namespace steadynorm::cpu {
+namespace {
+
+// A micro-batch again, in double, from its values in order. value(i) for i in [0, count).
+template <class F>
+Moments exact_moments(int count, F&& value) {
+  double sum = 0, m2 = 0;
+  for (int i = 0; i < count; ++i) sum += static_cast<double>(value(i));
+  const double mean = sum / count;
+  for (int i = 0; i < count; ++i) {
+    const double e = static_cast<double>(value(i)) - mean;
+    m2 += e * e;
+  }
+  return {static_cast<double>(count), mean, m2};
+}
+
+// ---- rows ----
+
+// Values of lane l among the first `length` of a leaf.
+inline int lane_count(int length, int lane) {
+  const int rest = length % kLeafRow - lane * kLaneWidth;
+  return length / kLeafRow * kLaneWidth + (rest < 0 ? 0 : (rest > kLaneWidth ? kLaneWidth : rest));
+}
+
+inline Moments exact_lane(const float* x, int length, int lane) {
+  const int count = lane_count(length, lane);
+  return exact_moments(count, [&](int i) {
+    return x[i / kLaneWidth * kLeafRow + lane * kLaneWidth + i % kLaneWidth];
+  });
+}
+
+// Lanes of equal counts, a power of two of them: the tree of merge(), all pairs of a level at once.
+inline Moments merge_equal_lanes(double count, int lanes, const double* mean, const double* m2) {
+  double buffer[2][2][kLanes / 2];
+  for (int level = 0; lanes > 1; ++level) {
+    lanes /= 2;
+    double* __restrict mean_out = buffer[level % 2][0];
+    double* __restrict m2_out = buffer[level % 2][1];
+    for (int i = 0; i < lanes; ++i) {
+      const Moments both = merge(Moments{count, mean[2 * i], m2[2 * i]}, Moments{count, mean[2 * i + 1], m2[2 * i + 1]});
+      mean_out[i] = both.mean;
+      m2_out[i] = both.m2;
+    }
+    mean = mean_out;
+    m2 = m2_out;
+    count *= 2;
+  }
+  return {count, mean[0], m2[0]};
+}
+
+// Whether lane l's q is trustworthy, or all of its values equal: then m is exact and q = d = 0 are right.
+inline bool lane_is_exact(const Rows& rows, const float* centre, float q, int lane) {
+  if (is_reliable(q)) return true;
+  bool equal = q == 0;
+  for (int v = 0; v < rows.rounded; ++v)
+    for (int j = lane * kLaneWidth; j < (lane + 1) * kLaneWidth; ++j) equal &= rows.row[v][j] == centre[j];
+  return equal;
+}
+
+// A leaf of up to 2048 consecutive values: fp32 by columns (v), then within lanes (j), then lanes in double.
+inline Moments leaf_moments(const float* x, int length) {
+  alignas(64) float tail[kLeafRow], centre[kLeafRow], d_columns[kLeafRow], q_columns[kLeafRow];
+  alignas(64) float d[kLanes], q[kLanes], m[kLanes];
+  const int ragged = length % kLeafRow;
+  Rows rows{};
+  rows.present = (length + kLeafRow - 1) / kLeafRow;
+  rows.rounded = round_rows(rows.present);
+  rows.width = length >= kLeafRow ? kLeafRow : (length + kLaneWidth - 1) / kLaneWidth * kLaneWidth;
+  for (int v = 0; v < rows.present; ++v) rows.row[v] = x + v * kLeafRow;
+  if (ragged != 0) {
+    const float* last = rows.row[rows.present - 1];
+    for (int j = 0; j < ragged; ++j) tail[j] = last[j];
+    for (int j = ragged; j < rows.width; ++j) tail[j] = 0;
+    rows.row[rows.present - 1] = tail;
+  }
+  alignas(64) static constexpr float kZeros[kLeafRow] = {};
+  for (int v = rows.present; v < rows.rounded; ++v) rows.row[v] = kZeros;
+
+  const int lanes = rows.width / kLaneWidth;
+  const bool equal_lanes = length % kLeafRow == 0 || (length < kLeafRow && length % kLaneWidth == 0);
+  dispatch_rows(rows.rounded, [&](auto r) { sum_columns<r.value>(rows, d_columns); });
+  sum_lanes(d_columns, lanes, m);
+  for (int l = 0; l < lanes; ++l) m[l] /= static_cast<float>(equal_lanes ? lane_count(length, 0) : lane_count(length, l));
+  for (int j = 0; j < rows.width; ++j) centre[j] = m[j / kLaneWidth];
+
+  // A missing value deviates by +0: it takes its lane's centre.
+  if (ragged != 0)
+    for (int j = ragged; j < rows.width; ++j) tail[j] = centre[j];
+  for (int v = rows.present; v < rows.rounded; ++v) rows.row[v] = centre;
+  dispatch_rows(rows.rounded, [&](auto r) { sum_deviations<r.value>(rows, centre, d_columns, q_columns); });
+  sum_lanes(d_columns, lanes, d);
+  sum_lanes(q_columns, lanes, q);
+
+  bool reliable = true;
+  for (int l = 0; l < lanes; ++l) reliable &= is_reliable(q[l]);
+  if (reliable && equal_lanes && (lanes & (lanes - 1)) == 0) {
+    double mean[kLanes], m2[kLanes];
+    const int count = lane_count(length, 0);
+    for (int l = 0; l < lanes; ++l) {
+      const Moments lane = micro_batch_moments(count, m[l], d[l], q[l]);
+      mean[l] = lane.mean;
+      m2[l] = lane.m2;
+    }
+    return merge_equal_lanes(count, lanes, mean, m2);
+  }
+  Moments nodes[kLanes];
+  for (int l = 0; l < lanes; ++l)
+    nodes[l] = reliable || lane_is_exact(rows, centre, q[l], l)
+                   ? micro_batch_moments(lane_count(length, l), m[l], d[l], q[l])
+                   : exact_lane(x, length, l);
+  reduce_tree(nodes, lanes);
+  return nodes[0];
+}
+
+void row_moments(Array x, std::int64_t offset, std::int64_t length, std::int64_t count, Moments* moments) {
+  alignas(64) float buffer[kContiguousLeaf];
+  for (std::int64_t unit = 0; unit < count; ++unit, offset += length) {
+    if (length <= kContiguousLeaf) {
+      const int n = static_cast<int>(length);
+      moments[unit] = leaf_moments(load(x, offset, n, buffer), n);
+      continue;
+    }
+    RunningTree<Moments> tree;
+    for (std::int64_t i = 0; i < length; i += kContiguousLeaf) {
+      const int n = smaller(length - i, kContiguousLeaf);
+      tree.push(leaf_moments(load(x, offset + i, n, buffer), n));
+    }
+    moments[unit] = tree.root();
+  }
+}
+
+// ---- columns ----
+
+// One micro-batch of each column: `present` positions, of which rows.rounded - present are missing.
+inline void column_micro_batch(Rows& rows, ColumnNode& node) {
+  alignas(64) static constexpr float kZeros[kPanel] = {};
+  alignas(64) float m[kPanel], d[kPanel], q[kPanel];
+  for (int v = rows.present; v < rows.rounded; ++v) rows.row[v] = kZeros;
+  dispatch_rows(rows.rounded, [&](auto r) { sum_columns<r.value>(rows, m); });
+  const float count = static_cast<float>(rows.present);
+  if (rows.present == kMicroBatchRows)
+    for (int j = 0; j < rows.width; ++j) m[j] *= 0.125f;
+  else
+    for (int j = 0; j < rows.width; ++j) m[j] /= count;
+  for (int v = rows.present; v < rows.rounded; ++v) rows.row[v] = m;
+  dispatch_rows(rows.rounded, [&](auto r) { sum_deviations<r.value>(rows, m, d, q); });
+
+  node.count = rows.present;
+  double* __restrict mean = node.first;
+  double* __restrict m2 = node.second;
+  int unreliable = 0;
+  for (int j = 0; j < rows.width; ++j) unreliable += !is_reliable(q[j]);
+  if (rows.present == kMicroBatchRows) {
+    for (int j = 0; j < rows.width; ++j) {
+      const Moments column = micro_batch_moments(kMicroBatchRows, m[j], d[j], q[j]);
+      mean[j] = column.mean;
+      m2[j] = column.m2;
+    }
+  } else {
+    for (int j = 0; j < rows.width; ++j) {
+      const Moments column = micro_batch_moments(rows.present, m[j], d[j], q[j]);
+      mean[j] = column.mean;
+      m2[j] = column.m2;
+    }
+  }
+  if (unreliable == 0) return;
+  for (int j = 0; j < rows.width; ++j) {
+    bool exact = is_reliable(q[j]);
+    if (!exact) {
+      exact = q[j] == 0;  // when all values equal m, q = d = 0 are right
+      for (int v = 0; v < rows.present; ++v) exact &= rows.row[v][j] == m[j];
+    }
+    if (exact) continue;
+    const Moments column = exact_moments(rows.present, [&](int v) { return rows.row[v][j]; });
+    mean[j] = column.mean;
+    m2[j] = column.m2;
+  }
+}
+
+void column_moments(Array x, const Tile& tile, std::int64_t leaf_positions, Moments* moments) {
+  alignas(64) float buffer[kMicroBatchRows][kPanel];
+  ColumnTree<merge_column_moments> tree;
+  const int width = static_cast<int>(tile.width);
+  ColumnNode leaf, micro_batch;
+  for (std::int64_t begin = 0; begin < tile.rows; begin += leaf_positions) {
+    const std::int64_t end = begin + leaf_positions < tile.rows ? begin + leaf_positions : tile.rows;
+    for (std::int64_t s = begin; s < end; s += kMicroBatchRows) {
+      Rows rows{};
+      rows.present = smaller(end - s, kMicroBatchRows);
+      rows.rounded = round_rows(rows.present);
+      rows.width = width;
+      for (int v = 0; v < rows.present; ++v)
+        rows.row[v] = load(x, tile.offset + (s + v) * tile.stride, width, buffer[v]);
+      column_micro_batch(rows, s == begin ? leaf : micro_batch);
+      if (s != begin) merge_column_moments(leaf, micro_batch, width);
+    }
+    tree.push(leaf, width);
+  }
+  const ColumnNode& root = tree.root(width);
+  for (int j = 0; j < width; ++j) moments[j] = {root.count, root.first[j], root.second[j]};
+}
+
+}  // namespace
+}  // namespace steadynorm::cpu

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// What an entry is made of: sweeps of independent items over the whole problem.
+#pragma once
+
+#include <cstdint>
+
+#include "core/formulas.h"
+#include "core/tree.h"
+#include "cpu/kernels.h"
+#include "steadynorm/cpu.h"
+
+namespace steadynorm::cpu {
+
+// Two planes of fp32: sum(dz) and sum(dz * normalized).
+struct ChannelPlanes {
+  float* dz = nullptr;
+  float* dz_normalized = nullptr;
+};
+
+// Where coefficients come from.
+class ChannelSource {
+ public:
+  ChannelSource(const Problem&, const void* weight, const void* bias);
+
+  const float* statistics = nullptr;  // [3, N, G], or
+  const double* moments = nullptr;    // [N, G, 3]
+  const GroupMeans* means = nullptr;  // [N, G]; null in forward
+
+  // Entries [0, count) for channels first, first + 1, ... of all samples' channels in a row: first = n * C + c.
+  void coefficients(std::int64_t first, std::int64_t count, Coefficients&) const;
+  // The weights of the same channels, in fp32.
+  void weights(std::int64_t first, std::int64_t count, float* to) const;
+  void write_statistics(std::int64_t group, float* statistics) const;
+
+ private:
+  void parameter(const Parameter&, const void* data, float missing, std::int64_t n, std::int64_t c, std::int64_t count,
+                 float* to) const;
+  Statistics group_statistics(std::int64_t group) const;
+
+  const Problem& problem_;
+  const void* weight_;
+  const void* bias_;
+};
+
+// ---- statistics ----
+
+// Each unit's moments into roots [N, G, tree.roots()].
+void unit_moments(const Problem&, const Tree&, const void* x, Moments* roots, const ParallelFor&);
+// A group's moments from its roots, which it consumes.
+Moments merge_roots(const Tree&, Moments* roots);
+
+// ---- elementwise ----
+
+void apply_sweep(const Problem&, const ChannelSource&, const void* x, void* y, const ParallelFor&);
+void gradient_sweep(const Problem&, const ChannelSource&, const void* x, const void* dy, void* dx, const ParallelFor&);
+
+// ---- sums ----
+
+// Each unit's sums into [N, spatial unit, C].
+void unit_sums(const Problem&, const Tree&, const ChannelSource&, const void* x, const void* dy, ChannelPlanes units,
+               const ParallelFor&);
+// Units to rows [N, C].
+void merge_unit_sums(const Problem&, const Tree&, ChannelPlanes units, ChannelPlanes rows, const ParallelFor&);
+// Rows to dweight and dbias; either may be null.
+void parameter_gradients(const Problem&, ChannelPlanes rows, void* dweight, void* dbias, const ParallelFor&);
+// Rows to the two means that dx subtracts.
+void group_mean_sweep(const Problem&, const ChannelSource&, ChannelPlanes rows, GroupMeans* means, const ParallelFor&);
+
+}  // namespace steadynorm::cpu

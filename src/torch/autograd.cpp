@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// The differentiable operator. The one source file that needs torch's autograd headers.
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "torch/composition.h"
+#include "torch/tensor_args.h"
+
+namespace steadynorm::binding {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+const auto& forward_operator() {
+  using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&, SymInt,
+                                               double, std::string_view, OptionalDType);
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("steadynorm::group_norm_forward", "")
+                             .typed<Signature>();
+  return op;
+}
+
+const auto& backward_operator() {
+  using Signature = Gradients(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                              const OptionalTensor&, SymInt, std::string_view, OutputMask);
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("steadynorm::group_norm_backward", "")
+                             .typed<Signature>();
+  return op;
+}
+
+bool requires_grad(const OptionalTensor& tensor) { return present(tensor) && tensor->requires_grad(); }
+
+// Without an activation backward reads of the bias its shape and dtype alone. A weight that has both stands in, so that
+// the bias may change in place before backward, as with torch.nn.functional.group_norm.
+bool stands_in(const OptionalTensor& weight, const OptionalTensor& bias) {
+  return present(weight) && weight->scalar_type() == bias->scalar_type() && weight->dim() == bias->dim();
+}
+
+struct GroupNormFunction : torch::autograd::Function<GroupNormFunction> {
+  static constexpr bool is_traceable = true;
+
+  enum BiasFrom : std::int64_t { absent, saved, weight_stands_in };
+
+  static Tensor forward(AutogradContext* context, const Tensor& input, const OptionalTensor& weight,
+                        const OptionalTensor& bias, const SymInt& channels_per_group, double eps,
+                        std::string_view activation, OptionalDType out_dtype) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    auto [y, statistics] =
+        forward_operator().call(input, weight, bias, channels_per_group, eps, activation, out_dtype);
+    const bool activated = activation != "none";
+    BiasFrom from = absent;
+    if (present(bias) && (activated || bias->requires_grad()))
+      from = !activated && stands_in(weight, bias) ? weight_stands_in : saved;
+    context->save_for_backward(
+        {input, statistics, present(weight) ? *weight : Tensor(), from == saved ? *bias : Tensor()});
+    context->saved_data["has_bias"] = present(bias);
+    context->saved_data["bias_from"] = static_cast<std::int64_t>(from);
+    context->saved_data["channels_per_group"] = channels_per_group;
+    context->saved_data["eps"] = eps;
+    context->saved_data["activation"] = static_cast<std::int64_t>(activation_from(std::string(activation)));
+    return y;
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list grads) {
+    const variable_list kept = context->get_saved_variables();
+    const Tensor &input = kept[0], &statistics = kept[1];
+    const auto optional = [](const Tensor& tensor) {
+      return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+    };
+    const auto from = static_cast<BiasFrom>(context->saved_data["bias_from"].toInt());
+    const OptionalTensor weight = optional(kept[2]);
+    const OptionalTensor bias = from == weight_stands_in ? weight : optional(kept[3]);
+    const bool has_bias = context->saved_data["has_bias"].toBool();
+
+    // needs_input_grad counts the tensors that were given, not the arguments.
+    std::size_t edge = 0;
+    OutputMask wanted;
+    wanted[0] = context->needs_input_grad(edge++);
+    wanted[1] = weight && context->needs_input_grad(edge++);
+    wanted[2] = has_bias && context->needs_input_grad(edge++);
+
+    const SymInt channels_per_group = context->saved_data["channels_per_group"].toSymInt();
+    const auto activation = static_cast<Activation>(context->saved_data["activation"].toInt());
+    const std::string_view name = to_string(activation);
+    Tensor dx, dweight, dbias;
+    if (at::GradMode::is_enabled()) {
+      const Arguments a{input, weight, bias, channels_per_group, context->saved_data["eps"].toDouble(), name};
+      std::tie(dx, dweight, dbias) = compose_backward(a, grads[0], Tensor(), wanted);
+      if (dx.defined()) dx = dx.contiguous(format_of(input));
+    } else {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      std::tie(dx, dweight, dbias) = backward_operator().call(grads[0], input, statistics, weight, bias,
+                                                              channels_per_group, name, wanted);
+    }
+    return {dx, dweight, dbias, Tensor(), Tensor(), Tensor(), Tensor()};  // one for each argument of forward
+  }
+};
+
+// torch::autograd::Function refuses to run under functorch, and has no forward mode.
+bool needs_composition(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias) {
+  const auto has_tangent = [](const Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); };
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+         has_tangent(input) || (present(weight) && has_tangent(*weight)) || (present(bias) && has_tangent(*bias));
+}
+
+Tensor group_norm(const Tensor& input, std::int64_t num_groups, const OptionalTensor& weight,
+                  const OptionalTensor& bias, double eps, std::string_view activation, OptionalDType out_dtype) {
+  const SymInt per_group = channels_per_group(input, num_groups);
+  if (needs_composition(input, weight, bias)) {
+    const Arguments a{input, weight, bias, per_group, eps, activation, out_dtype};
+    check(a);
+    return compose(a);
+  }
+  if (at::GradMode::is_enabled() && (input.requires_grad() || requires_grad(weight) || requires_grad(bias)))
+    return GroupNormFunction::apply(input, weight, bias, per_group, eps, activation, out_dtype);
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return std::get<0>(forward_operator().call(input, weight, bias, per_group, eps, activation, out_dtype));
+}
+
+}  // namespace
+
+// CompositeImplicitAutograd rather than Autograd, so that tensor subclasses meet the inner operators in inference mode
+// too.
+TORCH_LIBRARY_IMPL(steadynorm, CompositeImplicitAutograd, library) { library.impl("group_norm", group_norm); }
+
+// The inner operators have no gradient. Without these torch would only warn in backward, and torch.func would return
+// zeros.
+TORCH_LIBRARY_IMPL(steadynorm, Autograd, library) {
+  for (const char* name : {"group_norm_forward", "group_norm_backward", "group_norm_stats", "group_norm_apply"})
+    library.impl(name, torch::autograd::autogradNotImplementedFallback());
+}
+
+}  // namespace steadynorm::binding

@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "torch/composition.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+namespace steadynorm::binding {
+
+namespace {
+
+using Sizes = c10::SmallVector<SymInt, 6>;
+
+// Autocast would choose dtypes inside; the operator's are fixed by its arguments.
+struct WithoutAutocast {
+  c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
+};
+
+// Tensors as [N, G, D, *]. Splitting C is a view in both memory formats, and pointwise operators keep the order of
+// strides, so that channels-last data stay so.
+class Groups {
+ public:
+  explicit Groups(const Arguments& a)
+      : input_(a.input),
+        N_(a.input.sym_size(0)),
+        D_(a.channels_per_group),
+        G_(a.input.sym_size(1) / a.channels_per_group),
+        dtype_(accumulate_dtype(a.input)) {
+    for (std::int64_t i = 2; i <= input_.dim(); ++i) within_.push_back(i);
+  }
+
+  at::IntArrayRef within() const { return within_; }  // the dimensions of one group
+
+  Tensor split(const Tensor& t) const {  // [N, C, *]
+    Sizes sizes{N_, G_, D_};
+    for (std::int64_t i = 2; i < t.dim(); ++i) sizes.push_back(t.sym_size(i));
+    return t.to(dtype_).reshape_symint(sizes);
+  }
+
+  Tensor join(const Tensor& t) const { return t.reshape_symint(input_.sym_sizes()); }
+
+  Tensor row(const Tensor& parameter) const {  // [C] or [N, C]
+    return parameter.to(dtype_).reshape_symint(shape(parameter.dim() == 2 ? N_ : SymInt(1), D_));
+  }
+
+  Tensor value(const Tensor& per_group) const {  // [N, G]
+    return per_group.to(dtype_).reshape_symint(shape(N_, 1));
+  }
+
+  Tensor row_gradient(const Tensor& terms, const Tensor& parameter) const {
+    c10::SmallVector<std::int64_t, 4> over;
+    if (parameter.dim() == 1) over.push_back(0);
+    for (std::int64_t i = 3; i < terms.dim(); ++i) over.push_back(i);
+    const Tensor sum = over.empty() ? terms : terms.sum(over);
+    return sum.reshape_symint(parameter.sym_sizes()).to(parameter.scalar_type());
+  }
+
+ private:
+  Sizes shape(const SymInt& samples, const SymInt& channels) const {
+    Sizes sizes{samples, G_, channels};
+    for (std::int64_t i = 2; i < input_.dim(); ++i) sizes.emplace_back(1);
+    return sizes;
+  }
+
+  const Tensor& input_;
+  SymInt N_, D_, G_;
+  at::ScalarType dtype_;
+  c10::SmallVector<std::int64_t, 4> within_;
+};
+
+struct Normalised {
+  Tensor xhat, rstd;
+};
+
+// Centred twice: the second mean is what rounding the first one lost, which matters when |mean| is far above the
+// deviation.
+Normalised normalise(const Groups& groups, const Tensor& x, double eps) {
+  Tensor centred = x - x.mean(groups.within(), true);
+  centred = centred - centred.mean(groups.within(), true);
+  const Tensor rstd = ((centred * centred).mean(groups.within(), true) + eps).rsqrt();
+  return {centred * rstd, rstd};
+}
+
+Normalised normalise(const Groups& groups, const Tensor& x, const Tensor& statistics) {
+  const Tensor rstd = groups.value(statistics.select(0, 2));
+  return {((x - groups.value(statistics.select(0, 0))) - groups.value(statistics.select(0, 1))) * rstd, rstd};
+}
+
+Tensor affine(const Groups& groups, const Tensor& xhat, const Arguments& a) {
+  Tensor z = xhat;
+  if (present(a.weight)) z = z * groups.row(*a.weight);
+  if (present(a.bias)) z = z + groups.row(*a.bias);
+  return z;
+}
+
+Tensor activate(const Tensor& z, Activation activation) {
+  switch (activation) {
+    case Activation::none: return z;
+    case Activation::relu: return at::relu(z);
+    case Activation::silu: return at::silu(z);
+    case Activation::gelu: return at::gelu(z, "none");
+    case Activation::gelu_tanh: return at::gelu(z, "tanh");
+  }
+  return z;
+}
+
+Tensor activate_backward(const Tensor& dy, const Tensor& z, Activation activation) {
+  switch (activation) {
+    case Activation::none: return dy;
+    case Activation::relu: return at::threshold_backward(dy, z, 0);
+    case Activation::silu: return at::silu_backward(dy, z);
+    case Activation::gelu: return at::gelu_backward(dy, z, "none");
+    case Activation::gelu_tanh: return at::gelu_backward(dy, z, "tanh");
+  }
+  return dy;
+}
+
+Tensor output(const Groups& groups, const Tensor& xhat, const Arguments& a) {
+  const Tensor y = activate(affine(groups, xhat, a), activation_from(std::string(a.activation)));
+  return groups.join(y).to(output_dtype(a));
+}
+
+}  // namespace
+
+Tensor compose(const Arguments& a) {
+  const WithoutAutocast plain;
+  const Groups groups(a);
+  return output(groups, normalise(groups, groups.split(a.input), a.eps).xhat, a);
+}
+
+Gradients compose_backward(const Arguments& a, const Tensor& grad_output, const Tensor& statistics,
+                           const OutputMask& wanted) {
+  const WithoutAutocast plain;
+  const Groups groups(a);
+  const Activation activation = activation_from(std::string(a.activation));
+  const Tensor x = groups.split(a.input);
+  const auto [xhat, rstd] =
+      statistics.defined() ? normalise(groups, x, statistics) : normalise(groups, x, a.eps);
+  Tensor dz = groups.split(grad_output);
+  if (activation != Activation::none) dz = activate_backward(dz, affine(groups, xhat, a), activation);
+
+  Tensor dx, dweight, dbias;
+  if (wanted[1] && present(a.weight)) dweight = groups.row_gradient(dz * xhat, *a.weight);
+  if (wanted[2] && present(a.bias)) dbias = groups.row_gradient(dz, *a.bias);
+  if (wanted[0]) {
+    const Tensor dxhat = present(a.weight) ? dz * groups.row(*a.weight) : dz;
+    const Tensor mean = dxhat.mean(groups.within(), true);
+    const Tensor slope = (dxhat * xhat).mean(groups.within(), true);
+    dx = groups.join(rstd * ((dxhat - mean) - xhat * slope)).to(a.input.scalar_type());
+  }
+  return {dx, dweight, dbias};
+}
+
+Tensor compose_moments(const Arguments& a) {
+  const Groups groups(a);
+  const Tensor x = groups.split(a.input).to(at::kDouble);
+  const Tensor mean = x.mean(groups.within(), true);
+  const Tensor centred = x - mean;
+  const Tensor m2 = (centred * centred).sum(groups.within());
+  std::int64_t L = 1;
+  for (const std::int64_t dim : groups.within()) L *= x.size(dim);
+  return at::stack({at::full_like(m2, static_cast<double>(L)), mean.view_as(m2), m2}, 2).contiguous();
+}
+
+Tensor compose_apply(const Arguments& a, const Tensor& moments, Tensor* statistics) {
+  const Groups groups(a);
+  const Tensor mean = moments.select(2, 1);
+  const Tensor rstd = (moments.select(2, 2) / moments.select(2, 0) + a.eps).rsqrt();
+  const Tensor three = at::stack({mean, at::zeros_like(mean), rstd});
+  if (statistics) *statistics = three;
+  return output(groups, normalise(groups, groups.split(a.input), three).xhat, a);
+}
+
+}  // namespace steadynorm::binding

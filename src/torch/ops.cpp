@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+// The operators' schemas, their CPU kernels and their Meta kernels.
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <torch/csrc/stable/c/shim.h>
+#include <torch/library.h>
+
+#include "steadynorm/cpu.h"
+#include "steadynorm/reference.h"
+#include "torch/kernels.h"
+
+namespace steadynorm::binding {
+
+namespace {
+
+// --- CPU -------------------------------------------------------------------------------------------------------------
+
+// ATen's own threshold for its pointwise operators: below it a second thread costs more than it brings.
+constexpr std::int64_t kParallelElements = 32768;
+
+// at::parallel_for is a template over OpenMP: in a library built without -fopenmp it is silently serial, and with it a
+// second OpenMP runtime may come in. The C function runs in libtorch's own pool, and obeys torch.set_num_threads.
+void parallel(std::int64_t count, const cpu::ParallelBody& body) {
+  const auto call = [](std::int64_t begin, std::int64_t end, void* context) {
+    (*static_cast<const cpu::ParallelBody*>(context))(begin, end);
+  };
+  const AOTITorchError error =
+      torch_parallel_for(0, count, 1, call, const_cast<void*>(static_cast<const void*>(&body)));
+  TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "group_norm: a thread of the CPU backend failed");
+}
+
+struct Cpu {
+  struct Guard {
+    explicit Guard(at::Device) {}
+  };
+  using ForwardArguments = cpu::ForwardArguments;
+  using BackwardArguments = cpu::BackwardArguments;
+
+  static Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, at::MemoryFormat format) {
+    return Tensor(at::detail::empty_cpu(sizes, dtype, false, format));
+  }
+
+  static const cpu::ParallelFor& threads(const Problem& problem) {
+    static const cpu::ParallelFor one = cpu::serial, many = parallel;
+    return problem.elements() < kParallelElements ? one : many;
+  }
+
+  static std::size_t forward_workspace(const Problem& problem) { return cpu::forward_workspace(problem); }
+  static std::size_t backward_workspace(const Problem& problem) { return cpu::backward_workspace(problem); }
+  static void forward(const Problem& problem, const ForwardArguments& arguments) {
+    cpu::forward(problem, arguments, threads(problem));
+  }
+  static void backward(const Problem& problem, const BackwardArguments& arguments) {
+    cpu::backward(problem, arguments, threads(problem));
+  }
+  static void moments(const Problem& problem, const void* x, double* moments, void* workspace) {
+    cpu::moments(problem, x, moments, workspace, threads(problem));
+  }
+  static void apply(const Problem& problem, const ForwardArguments& arguments, const double* moments) {
+    cpu::apply(problem, arguments, moments, threads(problem));
+  }
+
+  static std::tuple<Tensor, Tensor> forward_double(const Arguments& a, const Operands& o) {
+    const Problem& problem = o.problem;
+    const auto widened = [](const Tensor& row) { return row.defined() ? row.to(at::kDouble) : row; };
+    const Tensor weight = widened(o.weight), bias = widened(o.bias);
+    const Tensor y = empty(a.input.sizes(), at::kDouble, o.format);
+    const Tensor statistics = at::zeros({3, problem.samples, problem.groups}, at::kDouble);
+    const std::int64_t rows = problem.samples * problem.groups;
+    double* mean = static_cast<double*>(mutable_data(statistics));
+    reference::forward(problem, static_cast<const double*>(data(o.input)), static_cast<const double*>(data(weight)),
+                       static_cast<const double*>(data(bias)), static_cast<double*>(mutable_data(y)), mean,
+                       mean + 2 * rows);
+    return {y, statistics};
+  }
+};
+
+// --- Meta: sizes, dtypes and strides that the kernels return, from sizes that may be symbols --------------------------
+
+Tensor dense_like(const Tensor& input, at::ScalarType dtype) {
+  return at::empty_symint(input.sym_sizes(), input.options().dtype(dtype), format_of(input));
+}
+
+std::tuple<Tensor, Tensor> forward_meta(const Tensor& input, const OptionalTensor& weight,
+                                        const OptionalTensor& bias, SymInt channels_per_group, double eps,
+                                        std::string_view activation, OptionalDType out_dtype) {
+  const Arguments a{input, weight, bias, channels_per_group, eps, activation, out_dtype};
+  check(a);
+  const SymInt groups = input.sym_size(1) / channels_per_group;
+  return {dense_like(input, output_dtype(a)),
+          at::empty_symint({SymInt(3), input.sym_size(0), groups}, input.options().dtype(accumulate_dtype(input)))};
+}
+
+Gradients backward_meta(const Tensor& grad_output, const Tensor& input, const Tensor& statistics,
+                        const OptionalTensor& weight, const OptionalTensor& bias, SymInt channels_per_group,
+                        std::string_view activation, OutputMask wanted) {
+  const Arguments a{.input = input,
+                    .weight = weight,
+                    .bias = bias,
+                    .channels_per_group = channels_per_group,
+                    .activation = activation};
+  check(a);
+  check_gradient(input, grad_output);
+  check_statistics(a, statistics);
+  const auto row = [](bool want, const OptionalTensor& parameter) {
+    return want && present(parameter) ? at::empty_symint(parameter->sym_sizes(), parameter->options()) : Tensor();
+  };
+  return {wanted[0] ? dense_like(input, input.scalar_type()) : Tensor(), row(wanted[1], weight),
+          row(wanted[2], bias)};
+}
+
+Tensor stats_meta(const Tensor& input, SymInt channels_per_group) {
+  const OptionalTensor none;
+  check({.input = input, .weight = none, .bias = none, .channels_per_group = channels_per_group});
+  return at::empty_symint({input.sym_size(0), input.sym_size(1) / channels_per_group, SymInt(3)},
+                          input.options().dtype(at::kDouble));
+}
+
+Tensor apply_meta(const Tensor& input, const Tensor& moments, const OptionalTensor& weight,
+                  const OptionalTensor& bias, SymInt channels_per_group, double eps, std::string_view activation,
+                  OptionalDType out_dtype) {
+  const Arguments a{input, weight, bias, channels_per_group, eps, activation, out_dtype};
+  check(a);
+  check_moments(a, moments);
+  return dense_like(input, output_dtype(a));
+}
+
+}  // namespace
+
+TORCH_LIBRARY(steadynorm, library) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
+  library.def(
+      "group_norm(Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
+      "str activation=\"none\", ScalarType? out_dtype=None) -> Tensor",
+      tags);
+  library.def(
+      "group_norm_forward(Tensor input, Tensor? weight, Tensor? bias, SymInt channels_per_group, "
+      "float eps=1e-05, str activation=\"none\", ScalarType? out_dtype=None) "
+      "-> (Tensor output, Tensor statistics)",
+      tags);
+  library.def(
+      "group_norm_backward(Tensor grad_output, Tensor input, Tensor statistics, Tensor? weight, Tensor? bias, "
+      "SymInt channels_per_group, str activation=\"none\", bool[3] output_mask=[True, True, True]) "
+      "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+      tags);
+  library.def("group_norm_stats(Tensor input, SymInt channels_per_group) -> Tensor", tags);
+  library.def(
+      "group_norm_apply(Tensor input, Tensor moments, Tensor? weight, Tensor? bias, SymInt channels_per_group, "
+      "float eps=1e-05, str activation=\"none\", ScalarType? out_dtype=None) -> Tensor",
+      tags);
+}
+
+TORCH_LIBRARY_IMPL(steadynorm, CPU, library) { register_kernels<Cpu>(library); }
+
+TORCH_LIBRARY_IMPL(steadynorm, Meta, library) {
+  library.impl("group_norm_forward", forward_meta);
+  library.impl("group_norm_backward", backward_meta);
+  library.impl("group_norm_stats", stats_meta);
+  library.impl("group_norm_apply", apply_meta);
+}
+
+}  // namespace steadynorm::binding

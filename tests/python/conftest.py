@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+
+import pytest
+import torch
+
+from steadynorm import _native, rungs
+
+
+
+def use_rung(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == rungs.EAGER:
+        monkeypatch.setattr(rungs, "native", _native.Native(reason="turned off by a test"))
+    elif rungs.native.reason is not None:
+        pytest.fail(f"the native library does not serve: {rungs.native.reason}")
+
+
+@pytest.fixture(params=[rungs.NATIVE, rungs.EAGER])
+def rung(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Runs the test on each rung, and sees to it that this one served."""
+    use_rung(request.param, monkeypatch)
+    rungs._last.rung = None
+    yield request.param
+    assert rungs.last_rung() in (None, request.param)
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch):
+    use_rung(rungs.NATIVE, monkeypatch)
+    rungs._last.rung = None
+    yield
+    assert rungs.last_rung() in (None, rungs.NATIVE)
+
+
+@pytest.fixture
+def set_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""group_norm: dtype, memory format, activation, errors; on each rung."""
+
+import doctest
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import ACTIVATIONS, FLOATS, LAYOUTS, channels_last, laid_out, layout_of, normal
+from torch._subclasses import FakeTensorMode
+
+import steadynorm
+from steadynorm import MATCH_STOCK_DTYPE, functional, group_norm, module
+
+FUNCTIONS = {
+    "none": lambda z: z,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+}
+
+
+def test_the_docstrings_examples_run(rung):
+    for documented in (functional, module):
+        result = doctest.testmod(documented)
+        assert result.attempted > 0
+        assert result.failed == 0
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_equals_stock_followed_by_the_activation(rung, dtype, layout, activation):
+    x = laid_out(normal(2, 12, 5, 3, dtype=dtype), layout)
+    weight, bias = 1 + normal(12, seed=1) / 4, normal(12, seed=2) / 4
+    y = group_norm(x, 4, weight, bias, 1e-3, activation=activation)
+    expected = FUNCTIONS[activation](F.group_norm(x.double(), 4, weight.double(), bias.double(), 1e-3))
+    assert y.dtype == dtype
+    assert layout_of(y) == layout
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+    torch.testing.assert_close(y.double(), expected, atol=tolerance, rtol=tolerance, check_stride=False)
+
+
+@pytest.mark.parametrize("rank", [2, 3, 4, 5, 6])
+def test_serves_every_rank(rung, rank):
+    x = normal(3, 6, *(2, 3, 4, 2)[: rank - 2])
+    torch.testing.assert_close(group_norm(x, 3), F.group_norm(x, 3), atol=2e-6, rtol=2e-6)
+
+
+def test_activation_none_is_no_activation(rung):
+    x = normal(2, 6, 4)
+    assert torch.equal(group_norm(x, 3, activation=None), group_norm(x, 3, activation="none"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("out_dtype", [*FLOATS, torch.float64, None])
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
+def test_out_dtype_is_honoured(rung, dtype, out_dtype, layout):
+    x = laid_out(normal(2, 6, 4, 3, dtype=dtype), layout)
+    x.requires_grad_()
+    y = group_norm(x, 3, activation="silu", out_dtype=out_dtype)
+    assert y.dtype == (out_dtype or dtype)
+    assert layout_of(y) == layout
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert dx.dtype == dtype
+    assert layout_of(dx) == layout
+
+
+def test_out_dtype_is_keyword_only():
+    with pytest.raises(TypeError, match="positional"):
+        group_norm(normal(2, 6, 4), 3, None, None, 1e-5, "none", torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_narrow_output_is_the_fp32_answer_rounded_once(rung, activation, dtype):
+    x = normal(2, 12, 9, 7, dtype=dtype)
+    weight, bias = normal(12, seed=1), normal(12, seed=2)
+    wide = group_norm(x, 4, weight, bias, activation=activation, out_dtype=torch.float32)
+    narrow = group_norm(x, 4, weight, bias, activation=activation)
+    assert torch.equal(narrow, wide.to(dtype))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("parameter_dtype", [None, *FLOATS, torch.float64])
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
+def test_default_dtype_is_stocks_on_the_cpu(rung, dtype, parameter_dtype, autocast):
+    x = normal(2, 6, 4, dtype=dtype)
+    weight = None if parameter_dtype is None else torch.ones(6, dtype=parameter_dtype)
+    if parameter_dtype == torch.float64 != dtype:
+        pytest.skip("fp64 parameters need fp64 input")
+    with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+        try:
+            expected = F.group_norm(x, 3, weight, weight).dtype
+        except RuntimeError as error:
+            assert "mixed dtype" in str(error)
+            expected = dtype
+        assert group_norm(x, 3, weight, weight).dtype == expected
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
+def test_default_dtype_is_stocks_on_cuda(rung, dtype, enabled):
+    # Fake tensors have a device and go through autocast, and need no GPU.
+    before = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", enabled)
+    try:
+        with FakeTensorMode():
+            x = torch.empty(2, 6, 4, device="cuda", dtype=dtype)
+            expected = F.group_norm(x, 3).dtype
+            assert expected == (torch.float32 if enabled and dtype != torch.float64 else dtype)
+            assert (functional._stock_dtype(x) or dtype) == expected
+    finally:
+        torch.set_autocast_enabled("cuda", before)
+
+
+def test_match_stock_dtype_prints_its_name():
+    assert repr(MATCH_STOCK_DTYPE) == "MATCH_STOCK_DTYPE"
+    assert steadynorm.MATCH_STOCK_DTYPE is functional.MATCH_STOCK_DTYPE
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 4, 3), (2, 6, 4, 3, 2)])
+def test_channels_last_is_kept_by_y_and_dx(rung, shape):
+    x = channels_last(normal(*shape)).requires_grad_()
+    weight = torch.ones(shape[1], requires_grad=True)
+    for dy in (normal(*shape), channels_last(normal(*shape))):
+        y = group_norm(x, 3, weight)
+        (dx,) = torch.autograd.grad(y, x, dy)
+        assert layout_of(y) == layout_of(dx) == "channels_last"
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 4, 3), (2, 6, 1, 1)])
+def test_what_is_both_formats_is_contiguous(rung, shape):
+    x = channels_last(normal(*shape)).requires_grad_()
+    y = group_norm(x, 1)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert layout_of(y) == layout_of(dx) == "contiguous"
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[:, ::2],
+        lambda x: x.transpose(2, 3),
+        lambda x: x[..., 1:],
+        lambda x: x[:1].expand(3, -1, -1, -1),
+        lambda x: channels_last(x)[:, :, 1:],
+        lambda x: channels_last(x)[:, 3:9],
+    ],
+    ids=[
+        "every second channel",
+        "transposed",
+        "sliced",
+        "expanded",
+        "channels_last sliced",
+        "channels of CL",
+    ],
+)
+def test_other_strides_give_contiguous_results(rung, view):
+    x = view(normal(3, 12, 5, 4)).requires_grad_()
+    y = group_norm(x, 3)
+    dense = x.detach().contiguous().requires_grad_()
+    dy = normal(*y.shape, seed=1)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert layout_of(y) == layout_of(dx) == "contiguous"
+    expected = group_norm(dense, 3)
+    assert torch.equal(y, expected)
+    assert torch.equal(dx, torch.autograd.grad(expected, dense, dy)[0])
+
+
+def test_an_empty_batch_gives_empty_y_and_zero_gradients(rung):
+    x = torch.empty(0, 6, 10, 10, requires_grad=True)
+    weight, bias = torch.ones(6, requires_grad=True), torch.zeros(6, requires_grad=True)
+    y = group_norm(x, 3, weight, bias, activation="silu")
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (0, 6, 10, 10)
+    assert torch.equal(weight.grad, torch.zeros(6))
+    assert torch.equal(bias.grad, torch.zeros(6))
+
+
+def test_a_trainable_bias_needs_no_weight(rung):
+    # Stock: "tensor does not have a device" in backward.
+    x, bias = normal(2, 6, 4).requires_grad_(), torch.zeros(6, requires_grad=True)
+    group_norm(x, 3, None, bias).sum().backward()
+    assert torch.equal(bias.grad, torch.full((6,), 8.0))
+
+
+@pytest.mark.parametrize("parameters", ["[C]", "[N, C]", "weight [C], bias [N, C]"])
+def test_gradients_have_their_tensors_shape_and_dtype(rung, parameters):
+    x = normal(3, 6, 5, dtype=torch.float16).requires_grad_()
+    weight = torch.ones((3, 6) if parameters == "[N, C]" else 6, dtype=torch.bfloat16, requires_grad=True)
+    bias = torch.zeros(6 if parameters == "[C]" else (3, 6), dtype=torch.float32, requires_grad=True)
+    group_norm(x, 3, weight, bias, activation="gelu").sum().backward()
+    for leaf in (x, weight, bias):
+        assert leaf.grad.dtype == leaf.dtype
+        assert leaf.grad.shape == leaf.shape
+
+
+X = torch.zeros(2, 12, 3)
+W = torch.ones(12)
+ERRORS = [
+    ((torch.zeros(12), 3), {}, "group_norm: input must have at least 2 dimensions, got 1"),
+    ((X, 0), {}, "group_norm: groups must be positive, got G=0"),
+    ((X, -2), {}, "group_norm: groups must be positive, got G=-2"),
+    ((X, 5), {}, "group_norm: channels must be divisible by groups, got C=12, G=5"),
+    ((torch.zeros(2, 0, 3), 2), {}, "group_norm: channels must be positive, got C=0"),
+    ((torch.zeros(2, 12, 3, 0), 2), {}, "group_norm: every spatial size must be positive, got S=0"),
+    (
+        (torch.zeros(1, 12, 1), 12),
+        {},
+        "Expected more than 1 value per channel when training, got input size [1, 12, 1]",
+    ),
+    ((X.int(), 3), {}, "group_norm: input must be float32, bfloat16, float16 or float64, got int32"),
+    (
+        (X.to(torch.complex64), 3),
+        {},
+        "group_norm: input must be float32, bfloat16, float16 or float64, got complex64",
+    ),
+    (
+        (X, 3, torch.ones(11)),
+        {},
+        "group_norm: weight must have shape [C] or [N, C] with N=2, C=12, got [11]",
+    ),
+    (
+        (X, 3, None, torch.ones(12, 2)),
+        {},
+        "group_norm: bias must have shape [C] or [N, C] with N=2, C=12, got [12, 2]",
+    ),
+    (
+        (X, 3, torch.ones(1, 12)),
+        {},
+        "group_norm: weight must have shape [C] or [N, C] with N=2, C=12, got [1, 12]",
+    ),
+    (
+        (X, 3, torch.ones(12, device="meta")),
+        {},
+        "group_norm: weight must be on input's device cpu, got meta",
+    ),
+    (
+        (X, 3, W.int()),
+        {},
+        "group_norm: weight must be float32, bfloat16, float16 or float64, got int32",
+    ),
+    ((X, 3, W.double()), {}, "group_norm: a float64 weight needs a float64 input, got input float32"),
+    (
+        (X.half(), 3, W, W.double()),
+        {},
+        "group_norm: a float64 bias needs a float64 input, got input float16",
+    ),
+    ((X, 3, None, None, -1.0), {}, "group_norm: eps must be finite and not negative, got eps=-1.000000"),
+    ((X, 3, None, None, float("inf")), {}, "group_norm: eps must be finite and not negative, got eps=inf"),
+    ((X, 3, None, None, float("nan")), {}, "group_norm: eps must be finite and not negative, got eps=nan"),
+    (
+        (X, 3),
+        {"activation": "swish"},
+        "group_norm: activation must be one of none, relu, silu, gelu, gelu_tanh, got 'swish'",
+    ),
+    (
+        (X, 3),
+        {"out_dtype": torch.int32},
+        "group_norm: out_dtype must be a floating dtype or None, got torch.int32",
+    ),
+    (
+        (X, 3),
+        {"out_dtype": torch.complex64},
+        "group_norm: out_dtype must be a floating dtype or None, got torch.complex64",
+    ),
+    (
+        (X, 3),
+        {"out_dtype": "float32"},
+        "group_norm: out_dtype must be a floating dtype or None, got 'float32'",
+    ),
+    (
+        (X, 3),
+        {"out_dtype": torch.float8_e4m3fn},
+        "group_norm: out_dtype must be float32, bfloat16, float16 or float64, got float8_e4m3fn",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "options", "sentence"), ERRORS, ids=[e[2] for e in ERRORS])
+def test_bad_input_is_one_sentence(rung, arguments, options, sentence):
+    with pytest.raises(ValueError) as raised:
+        group_norm(*arguments, **options)
+    assert str(raised.value) == sentence
+
+
+def test_one_value_per_group_raises_what_stock_raises(rung):
+    for shape, groups in (((1, 4), 4), ((1, 4, 1, 1), 4)):
+        with pytest.raises(ValueError) as stock:
+            F.group_norm(torch.zeros(shape), groups)
+        with pytest.raises(ValueError) as ours:
+            group_norm(torch.zeros(shape), groups)
+        assert str(ours.value) == str(stock.value)
+
+
+def test_one_value_per_group_and_more_samples_is_fine(rung):
+    x = normal(3, 4).requires_grad_()
+    bias = torch.arange(4.0)
+    y = group_norm(x, 4, None, bias)
+    assert torch.equal(y, bias.expand(3, 4))
+    (dx,) = torch.autograd.grad(y, x, normal(3, 4, seed=1))
+    assert torch.equal(dx, torch.zeros(3, 4))
+
+
+def test_last_rung_tells_who_served(rung):
+    group_norm(normal(2, 6, 4), 3)
+    assert steadynorm.last_rung() == rung
