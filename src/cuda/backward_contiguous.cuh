@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+// Backward, contiguous: a warp per leaf for the channels' sums; a flat element-wise sweep for dx. One source file per
+// activation instantiates these, so that they compile side by side.
+#pragma once
+
+#include "core/dispatch.h"
+#include "cuda/contiguous.cuh"
+
+namespace steadynorm::cuda {
+
+namespace {
+
+constexpr int kHalf = 4;  // rows of x and dy that a lane holds at a time
+
+// The sums of one lane's micro-batch in a leaf of `length` values of one channel.
+template <class T, class U, Activation A, int kRows, bool kFull>
+__device__ __forceinline__ Pair lane_sums(const T* x, const U* dy, int length, int lane, const Coefficients& c,
+                                          std::uint64_t policy) {
+  constexpr int kCount = kRows < kHalf ? kRows : kHalf;
+  const bool aligned_x = is_aligned(x, kAlignment<T, kLaneWidth>), aligned_dy = is_aligned(dy, kAlignment<U, kLaneWidth>);
+  Pair columns[kLaneWidth];
+#pragma unroll
+  for (int first = 0; first < kRows; first += kCount) {
+    Packed<T, kLaneWidth> raw_x[kCount];
+    Packed<U, kLaneWidth> raw_dy[kCount];
+    load_leaf_rows<T, kCount>(raw_x, x, first, length, lane, aligned_x, policy);
+    load_leaf_rows<U, kCount>(raw_dy, dy, first, length, lane, aligned_dy, policy);
+#pragma unroll
+    for (int j = 0; j < kLaneWidth; ++j) {
+      const Pair part = tree_sum<kCount>([&](int v) {
+        const Gradient g = backward_value<A>(raw_x[v][j], raw_dy[v][j], c);
+        const bool there = kFull || j < lane_rest(length, lane, first + v);
+        return there ? Pair{g.dz, g.dz * g.normalized} : Pair{0.0f, 0.0f};
+      });
+      columns[j] = first == 0 ? part : columns[j] + part;
+    }
+  }
+  return tree_sum<kLaneWidth>([&](int j) { return kRows == kMicroBatchRows ? columns[j] : plus_missing(columns[j]); });
+}
+
+template <class T, class U, Activation A, int kRows>
+__device__ __forceinline__ ChannelSums contiguous_leaf_sums(const T* x, const U* dy, int length, int lane,
+                                                            const Coefficients& c, std::uint64_t policy) {
+  const Pair sums = length == kRows * kLeafRow ? lane_sums<T, U, A, kRows, true>(x, dy, length, lane, c, policy)
+                                               : lane_sums<T, U, A, kRows, false>(x, dy, length, lane, c, policy);
+  const int lanes = length >= kLeafRow ? kLanes : (length + kLaneWidth - 1) / kLaneWidth;
+  return warp_tree(ChannelSums{sums.first, sums.second}, kLanes, lanes);
+}
+
+// Shared memory: the sums of each warp, then each warp's binary counter.
+template <class T, class U, Activation A, int kRows>
+__global__ void __launch_bounds__(kLeafWarps* kLanes, 2) sums_contiguous(const BackwardCall call, const Runs runs,
+                                                                         const Hint hint) {
+  ChannelSums* const nodes = shared_memory<ChannelSums>();
+  release_next();
+  wait_for_previous();
+  const std::uint64_t policy = make_policy(hint);
+  const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  const std::int64_t units = contiguous_sum_units(call.d);
+  const std::int64_t index = std::int64_t{blockIdx.x} * (runs.warps / runs.runs_per_unit) + warp / runs.runs_per_unit;
+  // Inside a unit positions fit an int: a unit is at most S / 64 positions.
+  const int run_length = static_cast<int>(runs.leaves_per_run) * kContiguousLeaf;
+  const int run_begin = warp % runs.runs_per_unit * run_length;
+
+  ChannelSums node{};
+  int unit_length = 0;
+  if (index < units) {
+    const ChannelUnit unit = contiguous_sum_unit(call.d, index);
+    unit_length = static_cast<int>(unit.length);
+    const RowPlace place = row_place(call.d, unit.row);
+    const Coefficients c = load_coefficients(call, place.n, place.c, place.group);
+    const T* x = static_cast<const T*>(call.x) + unit.begin;
+    const U* dy = static_cast<const U*>(call.dy) + unit.begin;
+    ChannelSums* levels = nodes + runs.warps + warp * runs.levels;
+    int leaf = 0;
+#pragma unroll 1
+    for (; leaf < runs.leaves_per_run; ++leaf) {
+      const int begin = run_begin + leaf * kContiguousLeaf;
+      const int length = present(begin, begin + kContiguousLeaf, unit_length);
+      if (length == 0) break;
+      node = contiguous_leaf_sums<T, U, A, kRows>(x + begin, dy + begin, length, lane, c, policy);
+      if (runs.leaves_per_run > 1 && lane == 0) push_node(levels, 1, leaf, node);
+    }
+    if (runs.leaves_per_run > 1 && lane == 0 && leaf > 0) node = root_of_nodes(levels, 1, leaf);
+  }
+  if (runs.runs_per_unit > 1) {
+    if (lane == 0) nodes[warp] = node;
+    __syncthreads();
+    if (lane != 0 || warp % runs.runs_per_unit != 0 || index >= units) return;
+    const int there = (unit_length + run_length - 1) / run_length;
+    ChannelSums run[kLeafWarps];
+#pragma unroll
+    for (int r = 0; r < kLeafWarps; ++r) run[r] = r < there ? nodes[warp + r] : ChannelSums{};
+#pragma unroll
+    for (int step = 1; step < kLeafWarps; step *= 2)
+#pragma unroll
+      for (int r = 0; r < kLeafWarps; r += 2 * step)
+        if (r + step < there) run[r] = merge(run[r], run[r + step]);
+    node = run[0];
+  }
+  if (lane == 0 && index < units)
+    call.partials[index] = float2{static_cast<float>(node.dz), static_cast<float>(node.dz_normalized)};
+}
+
+template <class T, class U, Activation A>
+__global__ void __launch_bounds__(kTileThreads) input_gradient_contiguous(const BackwardCall call, const Sweep sweep,
+                                                                          const Hint store_hint) {
+  constexpr int W = 16 / sizeof(T);
+  constexpr int kTile = kTileThreads * kTileVectors * W;
+  const std::int64_t total = call.d.N * call.d.C * call.d.S, S = call.d.S;
+  const std::int64_t tile = sweep.reverse ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const std::int64_t begin = tile * kTile;
+  const bool aligned = is_aligned(call.x, 16), aligned_dy = is_aligned(call.dy, 16), aligned_dx = is_aligned(call.dx, 16);
+  const std::uint64_t load_policy = make_policy(Hint::normal), store_policy = make_policy(store_hint);
+
+  Packed<T, W> raw_x[kTileVectors];
+  Packed<U, W> raw_dy[kTileVectors];
+#pragma unroll
+  for (int v = 0; v < kTileVectors; ++v) {
+    const int offset = (v * kTileThreads + static_cast<int>(threadIdx.x)) * W;
+    const std::int64_t valid = total - begin - offset;
+    const T* x = static_cast<const T*>(call.x) + begin + offset;
+    const U* dy = static_cast<const U*>(call.dy) + begin + offset;
+    raw_x[v] = aligned && valid >= W ? load<T, W>(x, load_policy) : load_some<T, W>(x, valid);
+    raw_dy[v] = aligned_dy && valid >= W ? load<U, W>(dy, load_policy) : load_some<U, W>(dy, valid);
+  }
+  release_next();
+  const TilePlace first = tile_place(begin, S);
+  wait_for_previous();
+
+  Coefficients c{};
+  GroupMeans means{};
+  const auto enter = [&](std::int64_t row) {
+    const RowPlace place = row_place(call.d, row);
+    c = load_coefficients(call, place.n, place.c, place.group);
+    means = load_means(call, place.group);
+  };
+  const auto gradient = [&](float x, float dy) {
+    const Gradient g = backward_value<A>(x, dy, c);
+    return input_gradient(c.weight, g.dz, g.normalized, means, c.statistics.rstd);
+  };
+  const bool one_channel = first.position + kTile <= S;
+  if (one_channel) enter(first.row);
+#pragma unroll
+  for (int v = 0; v < kTileVectors; ++v) {
+    const int offset = (v * kTileThreads + static_cast<int>(threadIdx.x)) * W;
+    const std::int64_t valid = total - begin - offset;
+    if (valid <= 0) continue;
+    float dx[W];
+    if (one_channel) {
+#pragma unroll
+      for (int j = 0; j < W; ++j) dx[j] = gradient(raw_x[v][j], raw_dy[v][j]);
+    } else {
+      TilePlace place = advance(first, offset, S);
+      enter(place.row);
+#pragma unroll
+      for (int j = 0; j < W; ++j) {
+        if (place.position == S && j < valid) {
+          place = {place.row + 1, 0};
+          enter(place.row);
+        }
+        ++place.position;
+        dx[j] = gradient(raw_x[v][j], raw_dy[v][j]);
+      }
+    }
+    store(static_cast<T*>(call.dx) + begin + offset, dx, aligned_dx && valid >= W, valid, store_policy);
+  }
+}
+
+}  // namespace
+
+template <Activation A>
+cudaError_t sums_contiguous_of(const BackwardCall& call, const Plan& plan, const Queue& queue) {
+  const Hint hint = plan.sticky ? Hint::last : Hint::normal;
+  return dispatch(call.x_type, [&](auto x_type) {
+    return dispatch(call.y_type, [&](auto y_type) {
+      using T = typename decltype(x_type)::type;
+      using U = typename decltype(y_type)::type;
+      return call.d.S <= kLeafRow
+                 ? launch(sums_contiguous<T, U, A, 1>, plan.sums, queue, call, plan.sum_runs, hint)
+                 : launch(sums_contiguous<T, U, A, kMicroBatchRows>, plan.sums, queue, call, plan.sum_runs, hint);
+    });
+  });
+}
+
+template <Activation A>
+cudaError_t input_gradient_contiguous_of(const BackwardCall& call, const Plan& plan, const Queue& queue) {
+  return dispatch(call.x_type, [&](auto x_type) {
+    return dispatch(call.y_type, [&](auto y_type) {
+      using T = typename decltype(x_type)::type;
+      using U = typename decltype(y_type)::type;
+      return launch(input_gradient_contiguous<T, U, A>, plan.input, queue, call, plan.gradient, Hint::normal);
+    });
+  });
+}
+
+}  // namespace steadynorm::cuda

@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/backward_contiguous.cuh"
+
+namespace steadynorm::cuda {
+
+template cudaError_t sums_contiguous_of<Activation::gelu>(const BackwardCall&, const Plan&, const Queue&);
+template cudaError_t input_gradient_contiguous_of<Activation::gelu>(const BackwardCall&, const Plan&, const Queue&);
+
+}  // namespace steadynorm::cuda

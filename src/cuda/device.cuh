@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+// All that is said to the device in its own words: instructions, shuffles, shared memory, launches. The tests put another
+// file of this name in front of it, and run the kernels without a GPU.
+#pragma once
+
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "core/numeric.h"
+#include "cuda/kernels.h"
+
+namespace steadynorm::cuda {
+
+// ---- programmatic dependent launch ----
+// A kernel may start before the one in front of it has ended; what that one wrote is visible after wait_for_previous().
+// Every block of every kernel calls it, so the end of a kernel implies the end of all before it.
+
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void release_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t launch(void (*kernel)(Parameters...), const Launch& shape, const Queue& queue, const Arguments&... arguments) {
+  if (shape.blocks == 0) return cudaSuccess;
+  if (shape.shared_bytes > 48 * 1024) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchConfig_t config{};
+  cudaLaunchAttribute attribute{};
+  config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads_x), static_cast<unsigned>(shape.threads_y));
+  config.dynamicSmemBytes = static_cast<std::size_t>(shape.shared_bytes);
+  config.stream = queue.stream;
+  if (queue.overlap) {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
+  return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+}
+
+// ---- threads of a block ----
+
+// The block's dynamic shared memory.
+template <class T>
+__device__ __forceinline__ T* shared_memory() {
+  extern __shared__ __align__(16) unsigned char bytes[];
+  return reinterpret_cast<T*>(bytes);
+}
+
+// The value of the lane `step` above; every lane of the warp calls it.
+__device__ __forceinline__ double shuffle_down(double value, int step) {
+  return __shfl_down_sync(0xffffffffu, value, static_cast<unsigned>(step));
+}
+
+// ---- hints ----
+
+enum class Hint : int { normal, first, last };  // what L2 evicts first, or last
+
+__device__ __forceinline__ std::uint64_t make_policy(Hint hint) {
+  std::uint64_t policy;
+  if (hint == Hint::last)
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  else if (hint == Hint::first)
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  else
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// ---- aligned loads and stores of 4, 8, 16 or 32 bytes ----
+// L1 is bypassed, except where a lane's 32 bytes take two instructions: each touches every sector, and L1 saves a trip.
+
+template <int kWords>
+__device__ __forceinline__ void load_words(std::uint32_t (&w)[kWords], const void* p, std::uint64_t policy) {
+  if constexpr (kWords == 1) {
+    asm volatile("ld.global.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(w[0]) : "l"(p), "l"(policy));
+  } else if constexpr (kWords == 2) {
+    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
+                 : "=r"(w[0]), "=r"(w[1])
+                 : "l"(p), "l"(policy));
+  } else if constexpr (kWords == 4) {
+    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                 : "l"(p), "l"(policy));
+  } else {
+    static_assert(kWords == 8);
+#pragma unroll
+    for (int h = 0; h < 8; h += 4)
+      asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                   : "=r"(w[h]), "=r"(w[h + 1]), "=r"(w[h + 2]), "=r"(w[h + 3])
+                   : "l"(static_cast<const char*>(p) + 4 * h), "l"(policy));
+  }
+}
+
+template <int kWords>
+__device__ __forceinline__ void store_words(void* p, const std::uint32_t (&w)[kWords], std::uint64_t policy) {
+  if constexpr (kWords == 1) {
+    asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;" ::"l"(p), "r"(w[0]), "l"(policy) : "memory");
+  } else if constexpr (kWords == 2) {
+    asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1, %2}, %3;" ::"l"(p), "r"(w[0]), "r"(w[1]), "l"(policy)
+                 : "memory");
+  } else {
+#pragma unroll
+    for (int h = 0; h < kWords; h += 4)
+      asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(static_cast<char*>(p) + 4 * h),
+                   "r"(w[h]), "r"(w[h + 1]), "r"(w[h + 2]), "r"(w[h + 3]), "l"(policy)
+                   : "memory");
+  }
+}
+
+// ---- conversions: exact one way, to nearest even the other; the hardware's, which are from_float's bits ----
+
+__device__ __forceinline__ float to_fp32(float value) { return value; }
+__device__ __forceinline__ float to_fp32(BFloat16 value) { return to_float(value); }
+__device__ __forceinline__ float to_fp32(Float16 value) { return __half2float(__ushort_as_half(value.bits)); }
+
+// Two of them in a word, `a` in the low half.
+template <class T>
+__device__ __forceinline__ std::uint32_t pack_pair(float a, float b);
+
+template <>
+__device__ __forceinline__ std::uint32_t pack_pair<BFloat16>(float a, float b) {
+  std::uint32_t word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(b), "f"(a));
+  return word;
+}
+
+template <>
+__device__ __forceinline__ std::uint32_t pack_pair<Float16>(float a, float b) {
+  std::uint32_t word;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(b), "f"(a));
+  return word;
+}
+
+}  // namespace steadynorm::cuda

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels take, and the functions that launch them. No CUDA syntax: cuda.cpp is host code.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "core/formulas.h"
+#include "cuda/plan.h"
+#include "cuda/work.h"
+
+namespace steadynorm::cuda {
+
+struct Node;
+
+// A weight or a bias, read as its run-time dtype: it becomes per-channel coefficients before any inner loop.
+struct ParameterView {
+  const void* data = nullptr;  // null when missing
+  DType dtype = DType::float32;
+  std::int64_t sample_stride = 0;  // 0 for [C]
+};
+
+struct Call {
+  Dimensions d;
+  ParameterView weight, bias;
+  DType x_type, y_type;
+  Activation activation;
+  double eps;
+  const void* x = nullptr;
+  const float* statistics = nullptr;  // [3, N, G]
+};
+
+struct ForwardCall : Call {
+  void* y = nullptr;
+  float* statistics_out = nullptr;  // [3, N, G], may be null
+  double* moments_out = nullptr;    // [N, G, 3], may be null
+  Node* roots = nullptr;            // [N, G, roots]
+  Moments* folded = nullptr;
+};
+
+struct BackwardCall : Call {
+  const void* dy = nullptr;
+  void* dx = nullptr;
+  void* dweight = nullptr;
+  void* dbias = nullptr;
+  float2* partials = nullptr;  // sums of the units; contiguous [N, C, units], channels_last [N, units, C]
+  float2* rows = nullptr;      // [N, C]: sum dz, sum dz * normalized
+  float2* means = nullptr;     // [N, G]
+};
+
+// One kernel launch on a stream.
+struct Queue {
+  cudaStream_t stream;
+  bool overlap;  // start before the kernel in front has ended
+};
+
+cudaError_t launch_statistics_contiguous(const ForwardCall&, const Plan&, const Queue&);
+cudaError_t launch_statistics_channels_last(const ForwardCall&, const Plan&, const Queue&);
+cudaError_t launch_finalize(const ForwardCall&, const Plan&, const Queue&);
+cudaError_t launch_statistics_of_moments(const Call&, const double* moments, float* statistics, const Queue&);
+cudaError_t launch_apply_contiguous(const ForwardCall&, const Plan&, const Queue&);
+cudaError_t launch_apply_channels_last(const ForwardCall&, const Plan&, const Queue&);
+
+cudaError_t launch_rows(const BackwardCall&, const Plan&, Layout, const Queue&);
+cudaError_t launch_means_and_parameters(const BackwardCall&, const Queue&);
+
+// The sweeps over x and dy of one activation, each instantiated in a source file of its own.
+template <Activation>
+cudaError_t sums_contiguous_of(const BackwardCall&, const Plan&, const Queue&);
+template <Activation>
+cudaError_t sums_channels_last_of(const BackwardCall&, const Plan&, const Queue&);
+template <Activation>
+cudaError_t input_gradient_contiguous_of(const BackwardCall&, const Plan&, const Queue&);
+template <Activation>
+cudaError_t input_gradient_channels_last_of(const BackwardCall&, const Plan&, const Queue&);
+
+// The compute capabilities that this library was built for.
+const char* built_architectures();
+
+}  // namespace steadynorm::cuda

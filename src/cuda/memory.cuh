@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// Loads and stores of W consecutive elements of a storage type. A narrower access never changes which lane gets which
+// element.
+#pragma once
+
+#include <cstdint>
+
+#include "core/numeric.h"
+#include "cuda/device.cuh"
+#include "steadynorm/types.h"
+
+namespace steadynorm::cuda {
+
+template <class T>
+constexpr bool kIsFloat = __is_same(T, float);
+
+// W elements as they lie in memory. Indices are compile-time constants after unrolling, so this stays in registers.
+template <class T, int W>
+struct Packed {
+  static constexpr int kBytes = W * static_cast<int>(sizeof(T));
+  static constexpr int kWords = kBytes < 4 ? 1 : kBytes / 4;
+  std::uint32_t words[kWords];
+
+  __device__ __forceinline__ float operator[](int i) const {
+    if constexpr (kIsFloat<T>) {
+      return float_of(words[i]);
+    } else if constexpr (__is_same(T, BFloat16)) {
+      return float_of(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+    } else {
+      return to_fp32(T{static_cast<std::uint16_t>(i % 2 ? words[i / 2] >> 16 : words[i / 2])});
+    }
+  }
+
+  __device__ __forceinline__ void put(int i, T value) {  // into a place that is 0
+    if constexpr (kIsFloat<T>)
+      words[i] = bits_of(value);
+    else
+      words[i / 2] |= static_cast<std::uint32_t>(value.bits) << (i % 2 ? 16 : 0);
+  }
+};
+
+template <class T, int W>
+constexpr int kAlignment = W * static_cast<int>(sizeof(T)) < 16 ? W * static_cast<int>(sizeof(T)) : 16;
+
+__device__ __forceinline__ bool is_aligned(const void* p, int bytes) {
+  return reinterpret_cast<std::uintptr_t>(p) % static_cast<unsigned>(bytes) == 0;
+}
+
+// A whole vector, aligned to kAlignment.
+template <class T, int W>
+__device__ __forceinline__ Packed<T, W> load(const T* p, std::uint64_t policy) {
+  Packed<T, W> r;
+  load_words(r.words, p, policy);
+  return r;
+}
+
+// The first `valid` elements one by one, +0 in the other places. For ragged ends and misaligned rows.
+template <class T, int W>
+__device__ __forceinline__ Packed<T, W> load_some(const T* p, std::int64_t valid) {
+  Packed<T, W> r{};
+#pragma unroll
+  for (int i = 0; i < W; ++i)
+    if (i < valid) r.put(i, p[i]);
+  return r;
+}
+
+// W results, rounded once: a whole vector, aligned to kAlignment, or the first `valid` elements one by one.
+template <class T, int W>
+__device__ __forceinline__ void store(T* p, const float (&values)[W], bool whole, std::int64_t valid,
+                                      std::uint64_t policy) {
+  if constexpr (Packed<T, W>::kBytes >= 4) {
+    if (whole) {
+      std::uint32_t words[Packed<T, W>::kWords];
+#pragma unroll
+      for (int i = 0; i < Packed<T, W>::kWords; ++i) {
+        if constexpr (kIsFloat<T>)
+          words[i] = bits_of(values[i]);
+        else
+          words[i] = pack_pair<T>(values[2 * i], values[2 * i + 1]);
+      }
+      store_words(p, words, policy);
+      return;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < W; ++i)
+    if (i < valid) {
+      if constexpr (kIsFloat<T>)
+        p[i] = values[i];
+      else
+        p[i] = T{static_cast<std::uint16_t>(pack_pair<T>(values[i], 0.0f))};
+    }
+}
+
+// The output's dtype is a run-time value: it changes one store, not the loop.
+template <int W>
+__device__ __forceinline__ void store(void* base, DType dtype, std::int64_t index, const float (&values)[W], bool whole,
+                                      std::int64_t valid, std::uint64_t policy) {
+  if (dtype == DType::bfloat16)
+    store(static_cast<BFloat16*>(base) + index, values, whole, valid, policy);
+  else if (dtype == DType::float16)
+    store(static_cast<Float16*>(base) + index, values, whole, valid, policy);
+  else
+    store(static_cast<float*>(base) + index, values, whole, valid, policy);
+}
+
+}  // namespace steadynorm::cuda

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a problem is put on a device, as plain values: chosen by a pure function, compared, printed, tested without a GPU.
+// A plan decides who evaluates which part of the reduction tree, never what is evaluated: all plans give the same bits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <iosfwd>
+#include <string>
+#include <vector>
+
+#include "core/tree.h"
+#include "steadynorm/problem.h"
+
+namespace steadynorm::cuda {
+
+// Facts of a device that never change.
+struct DeviceInfo {
+  std::string name;
+  int major = 0, minor = 0;
+  int sms = 0;
+  int max_threads_per_sm = 0;
+  int registers_per_sm = 0;
+  std::size_t shared_per_sm = 0;
+  std::size_t shared_per_block_optin = 0;
+  std::size_t l2_bytes = 0;
+
+  bool operator==(const DeviceInfo&) const = default;
+};
+
+struct Launch {
+  std::int64_t blocks = 0;
+  int threads_x = 1, threads_y = 1;
+  int shared_bytes = 0;
+
+  int threads() const { return threads_x * threads_y; }
+  bool operator==(const Launch&) const = default;
+};
+
+// contiguous: a warp evaluates a run of leaves of a unit.
+struct Runs {
+  int warps = 0;                     // of a block
+  int runs_per_unit = 1;             // a power of two that divides warps
+  std::int64_t leaves_per_run = 1;   // a power of two
+  int levels = 0;                    // of a warp's binary counter; 0 when a run is one leaf
+
+  bool operator==(const Runs&) const = default;
+};
+
+// channels_last: `columns` threads along the channels, each with `width` of them; `lanes` along the volume.
+struct Columns {
+  int width = 0;                // channels of a thread
+  int columns = 0;
+  int lanes = 0;                // a power of two; each evaluates a leaf per round
+  bool vectors = false;         // every thread's channels are one aligned vector, if the pointer is
+  bool by_channel_unit = false;  // a slab is one channel unit of a group
+  std::int64_t slab = 0;        // channels of a block; for the statistics, whole channel units
+  std::int64_t slabs = 0;
+  std::int64_t rounds = 0;
+  int levels = 0;               // of the block's binary counter over rounds; 0 for one round
+
+  bool operator==(const Columns&) const = default;
+};
+
+// An element-wise sweep. contiguous: threads x vectors in a row; channels_last: columns x lanes, `rows` a thread.
+struct Sweep {
+  int width = 0;
+  int columns = 0;
+  int lanes = 0;
+  int rows = 0;
+  std::int64_t slabs = 1;       // column blocks along the channels
+  bool reverse = false;         // last tile first: what the reductions read last is still in L2
+
+  bool operator==(const Sweep&) const = default;
+};
+
+struct Plan {
+  Runs runs;              // contiguous: statistics
+  Runs sum_runs;          // contiguous: backward sums, where a leaf is never more than one channel
+  Columns columns;        // channels_last: both
+  Columns sum_columns;
+  Sweep apply;
+  Sweep gradient;
+  int unit_lanes = 1;     // backward: threads along the units of a channel, 8 units each
+  bool sticky = false;    // reductions load evict_last
+  bool overlap = false;   // programmatic dependent launch
+
+  Launch statistics, finalize, write;               // forward; finalize may be preceded by folds, see fold_blocks()
+  Launch sums, rows, means, parameters, input;      // backward
+
+  bool operator==(const Plan&) const = default;
+};
+
+std::ostream& operator<<(std::ostream&, const Plan&);
+
+Plan choose_plan(const Problem&, const DeviceInfo&);
+
+// Other legal plans for the same problem, for tests: each must give the same bits.
+std::vector<Plan> legal_plans(const Problem&, const DeviceInfo&);
+
+// Throws Unsupported when the device or the grid cannot hold the plan.
+void require_legal(const Plan&, const DeviceInfo&);
+
+// ---- sizes that both the plan and the workspace need ----
+
+Tree tree_of(const Problem&);
+
+// Nodes of a group as one aligned binary tree: the channel units of a place are padded with absent ones to a power of two.
+std::int64_t padded_roots(const Tree&);
+
+constexpr int kFoldItems = 1024;    // nodes that a block merges
+constexpr int kFoldThreads = 256;
+constexpr int kLeafWarps = 8;       // contiguous: at most, of a block that reduces
+constexpr int kColumnThreads = 256;  // channels_last: at most, of a block
+constexpr int kTileThreads = 512;   // contiguous: of a block of an element-wise sweep, two vectors each (H200,
+constexpr int kTileVectors = 2;     // 2026-11-30, 1 GiB: copies by 512 x 1 to 1024 x 2 vectors are fastest, 4.2 TB/s)
+constexpr int kBackwardWidth = 4;   // channels_last: of a thread; with eight, coefficients and sums overflow 128 registers
+constexpr int kUnitsOfThread = 8;   // backward: of a channel, merged by one thread
+constexpr int kRowThreads = 256;    // backward: of a block that makes rows
+
+// Workspaces depend on the problem alone.
+struct ForwardWorkspace {
+  std::size_t roots, folded, statistics, bytes;  // offsets, and the size
+};
+struct BackwardWorkspace {
+  std::size_t partials, rows, means, bytes;
+};
+ForwardWorkspace forward_layout(const Problem&);
+BackwardWorkspace backward_layout(const Problem&);
+
+}  // namespace steadynorm::cuda
