@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "cuda")]
 
 import provenance  # noqa: E402
+
 import reports  # noqa: E402
 from reports import FAILED, PASSED, SKIPPED, Outcome  # noqa: E402
 

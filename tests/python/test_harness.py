@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests" / "cuda")]
 
 import provenance  # noqa: E402
-import reports  # noqa: E402
 
+import reports  # noqa: E402
 from bench import report  # noqa: E402
 from cases import read_cases  # noqa: E402
 

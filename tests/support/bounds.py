@@ -15,12 +15,12 @@ import torch
 U = 2.0**-24  # one rounding of fp32
 ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 
-# Units of U, see docs/numerics.md.
-FORWARD, FORWARD_ACTIVATED = 8, 18
+# Units of U in docs/numerics.md: of max(|weight·x̂|, |bias|), and of |weight|, for y.
+FORWARD, FORWARD_RELU, FORWARD_ACTIVATED = (8, 2), (10, 2), (18, 2.3)
 DBIAS, DWEIGHT, DX = 8, 16, 16
 DWEIGHT_TYPICAL = 8  # of data whose roundings do not all agree
-SLOPE_RELATIVE, SLOPE_ARGUMENT = 8, 10  # of |dz| and of |dy·z|: what an activation adds to dz
-SLOPE_APPROXIMATE = 4  # of |dy|·(1 + |z|): what CUDA's approximate instructions add
+MEAN = 2  # the mean's own error, where the gradients feel it
+UNDERFLOW = 2.0**-140  # products may fall among fp32's subnormals
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Expected:
 
     value: torch.Tensor
     allowance: torch.Tensor
-    largest_term: torch.Tensor | None = None  # y alone: max(|weight·x̂|, |bias|)
+    unit: torch.Tensor  # U times the largest terms: the allowance without an activation in 8 (dx: 16) parts
 
 
 def half_unit(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -105,46 +105,45 @@ def expect(
     w, b = row(weight, 1.0), row(bias, 0.0)
     z = w * x_hat + b
     term = torch.maximum((w * x_hat).abs(), b.abs())
-    factor = FORWARD if activation in ("none", "relu") else FORWARD_ACTIVATED
-    result = {
-        "y": Expected(
-            activate(z, activation).reshape(x.shape),
-            (factor * U * term).reshape(x.shape),
-            term.reshape(x.shape),
-        )
-    }
+    of_term, of_weight = {"none": FORWARD, "relu": FORWARD_RELU}.get(activation, FORWARD_ACTIVATED)
+    unit = U * (term + w.abs() * FORWARD[1] / FORWARD[0])
+    y_allowance = U * (of_term * term + of_weight * w.abs()) + UNDERFLOW
+    result = {"y": Expected(*(t.reshape(x.shape) for t in (activate(z, activation), y_allowance, unit)))}
     if dy is None:
         return result
 
     dy64 = dy.detach().double().reshape(x64.shape)
     dz = dy64 * slope(z, activation)
+    z_error = U * (FORWARD_RELU[0] * term + FORWARD_RELU[1] * w.abs())
     if activation == "none":
         dz_error = torch.zeros_like(dz)
-    elif activation == "relu":  # its gradient jumps where z is as near to 0 as its error
-        dz_error = dy64.abs() * (z.abs() <= FORWARD * U * term)
+    elif activation == "relu":  # where z is within its error of 0 the sign is open
+        dz_error = dy64.abs() * (z.abs() <= z_error)
     else:
-        dz_error = U * (SLOPE_RELATIVE * dz.abs() + SLOPE_ARGUMENT * (dy64 * z).abs())
-        if x.is_cuda:
-            dz_error = dz_error + U * SLOPE_APPROXIMATE * dy64.abs() * (1 + z.abs())
+        dz_error = dy64.abs() * (U * (7 + 4 * z.abs()) + 0.8 * z_error)
 
     a, a_error = w * dz, w.abs() * dz_error
     spread = by_group(torch.ones_like(x64)) * rstd
     spread = spread.reshape(x64.shape)  # rstd of each element
     dx = spread * (a - mean(a) - x_hat * mean(a * x_hat))
-    size = a.abs()
-    allowance = spread * (
-        U * DX * (size + mean(size) + x_hat.abs() * mean(size * x_hat.abs()))
-        + a_error + mean(a_error) + x_hat.abs() * mean(a_error * x_hat.abs())
-    )  # fmt: skip
-    result["dx"] = Expected(dx.reshape(x.shape), allowance.reshape(x.shape))
+    size, far = a.abs(), x_hat.abs()
+    size_mean, far_mean = mean(size), mean(size * far)
+    unit = U * spread * (size + size_mean + far * far_mean + (far_mean + far * size_mean) * MEAN / DX)
+    carried = spread * (a_error + mean(a_error) + far * mean(a_error * far))
+    result["dx"] = Expected(*(t.reshape(x.shape) for t in (dx, DX * unit + carried + UNDERFLOW, unit)))
 
-    for name, parameter, factor, terms, error in (
-        ("dweight", weight, DWEIGHT_TYPICAL if typical else DWEIGHT, dz * x_hat, dz_error * x_hat.abs()),
-        ("dbias", bias, DBIAS, dz, dz_error),
-    ):
-        if parameter is not None:
-            over = (2,) if parameter.dim() == 2 else (0, 2)
-            result[name] = Expected(terms.sum(over), factor * U * terms.abs().sum(over) + error.sum(over))
+    def gradient(parameter: torch.Tensor, terms: torch.Tensor, allowance: torch.Tensor) -> Expected:
+        over = (2,) if parameter.dim() == 2 else (0, 2)
+        allowance = (allowance + UNDERFLOW).sum(over)
+        return Expected(terms.sum(over), allowance, U * terms.abs().sum(over))
+
+    if weight is not None:
+        terms = dz * x_hat
+        factor = DWEIGHT_TYPICAL if typical else DWEIGHT
+        allowance = U * (factor * terms.abs() + MEAN * dz.abs()) + dz_error * far
+        result["dweight"] = gradient(weight, terms, allowance)
+    if bias is not None:
+        result["dbias"] = gradient(bias, dz, U * DBIAS * dz.abs() + dz_error)
     return result
 
 
