@@ -5,13 +5,13 @@
 #include <cuda_runtime_api.h>
 
 #include <array>
-#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
 
 #include "core/dispatch.h"
 #include "cuda/kernels.h"
+#include "cuda/planned.h"
 
 namespace steadynorm::cuda {
 
@@ -54,25 +54,6 @@ DeviceInfo query(int device) {
   return info;
 }
 
-// A device's facts never change, so they are read once.
-DeviceInfo current_device() {
-  static std::array<std::unique_ptr<const DeviceInfo>, kMaxDevices> known;
-  static std::mutex mutex;
-  int device = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  if (device >= kMaxDevices) return query(device);
-  const std::lock_guard lock(mutex);
-  auto& entry = known[static_cast<std::size_t>(device)];
-  if (!entry) entry = std::make_unique<const DeviceInfo>(query(device));
-  return *entry;
-}
-
-void require_storage(const Problem& p) {
-  for (const DType dtype : {p.x, p.y})
-    if (dtype == DType::float64)
-      throw Unsupported("group_norm: the CUDA backend serves float32, bfloat16 and float16, got float64");
-}
-
 ParameterView view(const void* data, const Parameter& parameter, std::int64_t channels) {
   if (!parameter.present()) return {};
   return {data, parameter.dtype, parameter.shape == ParameterShape::per_sample ? channels : 0};
@@ -94,18 +75,22 @@ T* at(void* workspace, std::size_t offset) {
   return reinterpret_cast<T*>(static_cast<char*>(workspace) + offset);
 }
 
+// Validates, and says where kernels go: the first waits for all that is on the stream, the next overlap the one in front.
 struct Prepared {
-  Plan plan;
-  Queue first, next;  // the first kernel waits for all that is on the stream; the next overlap the one in front
+  const Plan& plan;
+  Queue first, next;
 };
 
-Prepared prepare(const Problem& problem, Stream stream) {
-  const DeviceInfo device = current_device();
-  Prepared r{choose_plan(problem, device), {}, {}};
-  require_legal(r.plan, device);
-  r.first = {static_cast<cudaStream_t>(stream), false};
-  r.next = {static_cast<cudaStream_t>(stream), r.plan.overlap};
-  return r;
+Prepared prepare(const Plan& plan, Stream stream) {
+  require_legal(plan, current_device());
+  return {plan, {static_cast<cudaStream_t>(stream), false}, {static_cast<cudaStream_t>(stream), plan.overlap}};
+}
+
+void require(const Problem& problem) {
+  validate(problem);
+  for (const DType dtype : {problem.x, problem.y})
+    if (dtype == DType::float64)
+      throw Unsupported("group_norm: the CUDA backend serves float32, bfloat16 and float16, got float64");
 }
 
 void reduce(const ForwardCall& call, const Problem& problem, const Prepared& p) {
@@ -123,14 +108,29 @@ void write(const ForwardCall& call, const Problem& problem, const Prepared& p) {
 
 }  // namespace
 
+// A device's facts never change, so they are read once.
+DeviceInfo current_device() {
+  static std::array<std::unique_ptr<const DeviceInfo>, kMaxDevices> known;
+  static std::mutex mutex;
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  if (device >= kMaxDevices) return query(device);
+  const std::lock_guard lock(mutex);
+  auto& entry = known[static_cast<std::size_t>(device)];
+  if (!entry) entry = std::make_unique<const DeviceInfo>(query(device));
+  return *entry;
+}
+
 std::size_t forward_workspace(const Problem& problem) { return forward_layout(problem).bytes; }
 std::size_t backward_workspace(const Problem& problem) { return backward_layout(problem).bytes; }
 
 void forward(const Problem& problem, const ForwardArguments& a, Stream stream) {
-  validate(problem);
-  require_storage(problem);
-  if (problem.samples == 0) return;
-  const Prepared p = prepare(problem, stream);
+  require(problem);
+  if (problem.samples > 0) forward(choose_plan(problem, current_device()), problem, a, stream);
+}
+
+void forward(const Plan& plan, const Problem& problem, const ForwardArguments& a, Stream stream) {
+  const Prepared p = prepare(plan, stream);
   const ForwardWorkspace w = forward_layout(problem);
   ForwardCall call{};
   describe(call, problem, a.x, a.weight, a.bias);
@@ -143,10 +143,10 @@ void forward(const Problem& problem, const ForwardArguments& a, Stream stream) {
 }
 
 void moments(const Problem& problem, const void* x, double* moments, void* workspace, Stream stream) {
-  validate(problem);
-  require_storage(problem);
+  require(problem);
   if (problem.samples == 0) return;
-  const Prepared p = prepare(problem, stream);
+  const Plan plan = choose_plan(problem, current_device());
+  const Prepared p = prepare(plan, stream);
   const ForwardWorkspace w = forward_layout(problem);
   ForwardCall call{};
   describe(call, problem, x, nullptr, nullptr);
@@ -157,10 +157,10 @@ void moments(const Problem& problem, const void* x, double* moments, void* works
 }
 
 void apply(const Problem& problem, const ForwardArguments& a, const double* moments, Stream stream) {
-  validate(problem);
-  require_storage(problem);
+  require(problem);
   if (problem.samples == 0) return;
-  const Prepared p = prepare(problem, stream);
+  const Plan plan = choose_plan(problem, current_device());
+  const Prepared p = prepare(plan, stream);
   ForwardCall call{};
   describe(call, problem, a.x, a.weight, a.bias);
   call.y = a.y;
@@ -171,10 +171,13 @@ void apply(const Problem& problem, const ForwardArguments& a, const double* mome
 }
 
 void backward(const Problem& problem, const BackwardArguments& a, Stream stream) {
-  validate(problem);
-  require_storage(problem);
+  require(problem);
+  backward(choose_plan(problem, current_device()), problem, a, stream);
+}
+
+void backward(const Plan& plan, const Problem& problem, const BackwardArguments& a, Stream stream) {
   const bool contiguous = problem.layout == Layout::contiguous;
-  const Prepared p = prepare(problem, stream);
+  const Prepared p = prepare(plan, stream);
   const BackwardWorkspace w = backward_layout(problem);
   BackwardCall call{};
   describe(call, problem, a.x, a.weight, a.bias);

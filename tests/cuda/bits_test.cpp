@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+// Bits on the device: the CPU's, and each clause of docs/numerics.md, "What the bits depend on", by memcmp.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <sstream>
+
+#include "cuda/run_cuda.h"
+
+namespace steadynorm::test {
+namespace {
+
+class CudaBits : public CudaTest {};
+
+constexpr int kProblems = 40;
+
+// Problems that cross the borders of leaf, run, unit, slab, vector and fold, and random ones.
+std::vector<Problem> problems(std::uint64_t seed) {
+  Random random(seed);
+  std::vector<Problem> list;
+  for (int i = 0; i < kProblems; ++i) list.push_back(random_problem(random, 30000));
+  const std::int64_t sizes[][4] = {{1, 2, 1, 270001}, {2, 6, 2, 40003},  {3, 600, 2, 65}, {1, 40, 40, 3000},
+                                   {70, 24, 3, 1},    {5, 514, 1, 7},    {33, 8, 4, 49},  {1, 64, 8, 4096},
+                                   {2, 320, 32, 256}, {1, 16, 2, 66000}, {1, 1300, 1, 64}, {2, 20, 2, 2048}};
+  for (const auto& size : sizes)
+    for (const Layout layout : {Layout::contiguous, Layout::channels_last}) {
+      Problem p = random_problem(random, 10);
+      p.samples = size[0];
+      p.channels = size[1];
+      p.groups = size[2];
+      p.positions = size[3];
+      p.layout = layout;
+      list.push_back(p);
+    }
+  return list;
+}
+
+Array part(const Array& array, std::int64_t begin, std::int64_t count) {
+  Array result(array.dtype, count);
+  const std::size_t size = size_of(array.dtype);
+  std::memcpy(result.data(), array.bytes.data() + static_cast<std::size_t>(begin) * size, result.bytes.size());
+  return result;
+}
+
+// Statistics, none and relu use IEEE operations in one order everywhere; the other activations differ by the device's
+// exponential and reciprocal.
+TEST_F(CudaBits, AreTheCpusWithoutAnActivationAndWithRelu) {
+  std::uint64_t seed = 0;
+  for (Problem p : problems(21)) {
+    if (!kEmulated && p.activation != Activation::none) p.activation = Activation::relu;
+    for (const Kind kind : {Kind::normal, Kind::offset_1e5, Kind::huge, Kind::tiny, Kind::constant}) {
+      const Inputs in(p, make_data(p, kind, ++seed));
+      const std::string name = describe(p) + ", " + to_string(kind);
+      const Forward expected = run_forward(p, in);
+      expect_same(name, p, cuda_forward(p, in), expected);
+      if (kind == Kind::huge) continue;  // sums that overflow to NaN, whose sign and payload are the machine's
+      expect_same(name, cuda_backward(p, in, expected.statistics), run_backward(p, in, expected.statistics));
+    }
+    if (HasFailure()) return;
+  }
+}
+
+TEST_F(CudaBits, DoNotDependOnThePlan) {
+  std::uint64_t seed = 50;
+  const cuda::DeviceInfo device = cuda::current_device();
+  for (const Problem& p : problems(22)) {
+    const Inputs in(p, make_data(p, Kind::normal, ++seed));
+    const Forward forward = cuda_forward(p, in);
+    const Backward backward = cuda_backward(p, in, forward.statistics);
+    const DeviceInputs inputs(in);
+    for (const cuda::Plan& plan : cuda::legal_plans(p, device)) {
+      std::ostringstream name;
+      name << describe(p) << ", " << plan;
+      const DeviceForward f(p, inputs);
+      cuda::forward(plan, p, f.arguments, nullptr);
+      expect_same(name.str(), p, f.read(p), forward);
+      const DeviceBackward b(p, inputs, forward.statistics);
+      cuda::backward(plan, p, b.arguments, nullptr);
+      expect_same(name.str(), b.read(p), backward);
+    }
+    if (HasFailure()) return;
+  }
+}
+
+TEST_F(CudaBits, DoNotDependOnTheAlignment) {
+  std::uint64_t seed = 100;
+  for (const Problem& p : problems(23)) {
+    const Inputs in(p, make_data(p, Kind::normal, ++seed));
+    const Forward forward = cuda_forward(p, in);
+    for (const std::size_t shift : {std::size_t{1}, std::size_t{2}, std::size_t{4}}) {
+      const std::string name = describe(p) + ", shifted by " + std::to_string(shift);
+      expect_same(name, p, cuda_forward(p, in, shift), forward);
+      expect_same(name, cuda_backward(p, in, forward.statistics, {}, shift), cuda_backward(p, in, forward.statistics));
+    }
+    if (HasFailure()) return;
+  }
+}
+
+TEST_F(CudaBits, OfASampleDoNotDependOnItsBatch) {
+  std::uint64_t seed = 150;
+  for (Problem p : problems(24)) {
+    p.weight.shape = p.bias.shape = ParameterShape::per_channel;
+    const Inputs in(p, make_data(p, Kind::normal, ++seed));
+    const Forward forward = cuda_forward(p, in);
+    const Backward backward = cuda_backward(p, in, forward.statistics);
+    const std::int64_t size = p.channels * p.positions;
+    Problem one = p;
+    one.samples = 1;
+    for (std::int64_t n = 0; n < std::min<std::int64_t>(p.samples, 5); ++n) {
+      Inputs alone = in;
+      alone.x = part(in.x, n * size, size);
+      alone.dy = part(in.dy, n * size, size);
+      const std::string name = describe(p) + ", sample " + std::to_string(n);
+      const Forward f = cuda_forward(one, alone);
+      EXPECT_TRUE(same_bits(name + ", y", f.y, part(forward.y, n * size, size), image_shape(one)));
+      const Backward b = cuda_backward(one, alone, f.statistics);
+      EXPECT_TRUE(same_bits(name + ", dx", b.dx, part(backward.dx, n * size, size), image_shape(one)));
+    }
+    if (HasFailure()) return;
+  }
+}
+
+// The same values stored in fp32: equal statistics, and equal results once they are rounded to the narrow type.
+TEST_F(CudaBits, DoNotDependOnTheStorageType) {
+  std::uint64_t seed = 200;
+  for (const Problem& narrow : problems(25)) {
+    const Data data = make_data(narrow, Kind::normal, ++seed);
+    Problem wide = narrow;
+    wide.x = wide.y = wide.weight.dtype = wide.bias.dtype = DType::float32;
+    const Inputs narrow_in(narrow, data), wide_in(wide, data);
+    const Forward f = cuda_forward(narrow, narrow_in);
+    Forward g = cuda_forward(wide, wide_in);
+    g.y = store(load(g.y), narrow.y);
+    expect_same(describe(narrow), narrow, f, g);
+    Backward c = cuda_backward(wide, wide_in, f.statistics);
+    c.dx = store(load(c.dx), narrow.x);
+    c.dweight = store(load(c.dweight), narrow.weight.dtype);
+    c.dbias = store(load(c.dbias), narrow.bias.dtype);
+    expect_same(describe(narrow), cuda_backward(narrow, narrow_in, f.statistics), c);
+    if (HasFailure()) return;
+  }
+}
+
+TEST_F(CudaBits, DoNotDependOnWhichGradientsAreWanted) {
+  std::uint64_t seed = 300;
+  for (const Problem& p : problems(26)) {
+    const Inputs in(p, make_data(p, Kind::normal, ++seed));
+    const Forward forward = cuda_forward(p, in);
+    const Backward all = cuda_backward(p, in, forward.statistics);
+    for (int subset = 0; subset < 7; ++subset) {
+      const Wanted wanted{(subset & 1) != 0, (subset & 2) != 0, (subset & 4) != 0};
+      const Backward some = cuda_backward(p, in, forward.statistics, wanted);
+      const std::string name = describe(p) + ", subset " + std::to_string(subset);
+      if (wanted.dx) EXPECT_TRUE(same_bits(name + ", dx", some.dx, all.dx, image_shape(p)));
+      if (wanted.dweight) EXPECT_TRUE(same_bits(name + ", dweight", some.dweight, all.dweight, flat(all.dweight)));
+      if (wanted.dbias) EXPECT_TRUE(same_bits(name + ", dbias", some.dbias, all.dbias, flat(all.dbias)));
+    }
+    if (HasFailure()) return;
+  }
+}
+
+TEST_F(CudaBits, MomentsThenApplyIsForwardAndTheMomentsAreTheCpus) {
+  std::uint64_t seed = 500;
+  for (const Problem& p : problems(27)) {
+    const Inputs in(p, make_data(p, Kind::offset_1e3, ++seed));
+    const Forward forward = cuda_forward(p, in);
+    const DeviceInputs inputs(in);
+    DeviceForward applied(p, inputs);
+    const DeviceArray moments(static_cast<std::size_t>(3 * p.samples * p.groups) * sizeof(double));
+    cuda::moments(p, inputs.x.get(), static_cast<double*>(moments.get()), applied.workspace.get(), nullptr);
+    cuda::apply(p, applied.arguments, static_cast<const double*>(moments.get()), nullptr);
+    expect_same(describe(p), p, applied.read(p), forward);
+    applied.arguments.statistics = nullptr;
+    cuda::apply(p, applied.arguments, static_cast<const double*>(moments.get()), nullptr);
+    expect_same(describe(p) + ", no statistics", p, applied.read(p), forward);
+
+    std::vector<double> actual(static_cast<std::size_t>(3 * p.samples * p.groups)), expected(actual);
+    moments.read(actual.data());
+    const Workspace workspace(cpu::forward_workspace(p));
+    cpu::moments(p, in.x.data(), expected.data(), workspace.get());
+    EXPECT_TRUE(same_bits(describe(p) + ", moments", actual.data(), expected.data(), sizeof(double),
+                          {p.samples, p.groups, 3}));
+    if (HasFailure()) return;
+  }
+}
+
+TEST_F(CudaBits, FusedReluIsReluOfTheUnfused) {
+  std::uint64_t seed = 600;
+  for (Problem p : problems(28)) {
+    const Inputs in(p, make_data(p, Kind::normal, ++seed));
+    p.activation = Activation::relu;
+    const Forward fused = cuda_forward(p, in);
+    p.activation = Activation::none;
+    std::vector<double> y = load(cuda_forward(p, in).y);
+    for (double& value : y) value = value <= 0 ? 0 : value;
+    EXPECT_TRUE(same_bits(describe(p), fused.y, store(y, p.y), image_shape(p)));
+    if (HasFailure()) return;
+  }
+}
+
+}  // namespace
+}  // namespace steadynorm::test

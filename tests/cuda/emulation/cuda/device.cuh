@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// In the place of src/cuda/device.cuh: the same words, said to the host. Kernels run one block at a time, each thread a
+// fiber, so that barriers and shuffles meet as on a GPU; a barrier that not all reach is an error here. Timing, caches and
+// memory ordering are not emulated.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <cstring>
+#include <functional>
+
+#include "core/numeric.h"
+#include "cuda/kernels.h"
+
+#undef __global__
+#undef __device__
+#undef __forceinline__
+#undef __shared__
+#undef __launch_bounds__
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __shared__ static
+#define __launch_bounds__(...)
+
+namespace steadynorm::cuda::emulation {
+
+struct Index {
+  unsigned x = 0, y = 0;
+};
+
+extern Index thread, block, block_size, grid_size;
+extern unsigned char* dynamic_memory;
+
+void barrier();                                // __syncthreads
+double shuffle_down(double value, int step);  // of the whole warp
+void run(const Launch&, const std::function<void()>& kernel);
+
+}  // namespace steadynorm::cuda::emulation
+
+#define threadIdx ::steadynorm::cuda::emulation::thread
+#define blockIdx ::steadynorm::cuda::emulation::block
+#define blockDim ::steadynorm::cuda::emulation::block_size
+#define gridDim ::steadynorm::cuda::emulation::grid_size
+#define __syncthreads() ::steadynorm::cuda::emulation::barrier()
+
+namespace steadynorm::cuda {
+
+inline void wait_for_previous() {}
+inline void release_next() {}
+
+template <class... Parameters, class... Arguments>
+cudaError_t launch(void (*kernel)(Parameters...), const Launch& shape, const Queue&, const Arguments&... arguments) {
+  emulation::run(shape, [&] { kernel(Parameters(arguments)...); });
+  return cudaSuccess;
+}
+
+template <class T>
+T* shared_memory() {
+  return reinterpret_cast<T*>(emulation::dynamic_memory);
+}
+
+inline double shuffle_down(double value, int step) { return emulation::shuffle_down(value, step); }
+
+enum class Hint : int { normal, first, last };
+inline std::uint64_t make_policy(Hint) { return 0; }
+
+void require_aligned(const void* p, int bytes);
+
+template <int kWords>
+void load_words(std::uint32_t (&w)[kWords], const void* p, std::uint64_t) {
+  require_aligned(p, sizeof w < 16 ? sizeof w : 16);
+  std::memcpy(w, p, sizeof w);
+}
+
+template <int kWords>
+void store_words(void* p, const std::uint32_t (&w)[kWords], std::uint64_t) {
+  require_aligned(p, sizeof w < 16 ? sizeof w : 16);
+  std::memcpy(p, w, sizeof w);
+}
+
+template <class T>
+float to_fp32(T value) {
+  return to_float(value);
+}
+
+template <class T>
+std::uint32_t pack_pair(float a, float b) {
+  return from_float<T>(a).bits | static_cast<std::uint32_t>(from_float<T>(b).bits) << 16;
+}
+
+}  // namespace steadynorm::cuda
