@@ -7,7 +7,7 @@ import torch
 
 from steadynorm import _native, rungs
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `import common`
+sys.path.insert(0, str(Path(__file__).parent))  # for `import helpers`
 
 
 def use_rung(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

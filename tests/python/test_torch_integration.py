@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import steadynorm
-from common import LAYOUTS, laid_out, layout_of, normal
+from helpers import LAYOUTS, laid_out, layout_of, normal
 from steadynorm import GroupNorm, group_norm
 
 
