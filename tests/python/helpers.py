@@ -3,16 +3,24 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import steadynorm
-from steadynorm import accuracy
+from steadynorm import _native, accuracy, rungs
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 LAYOUTS = ("contiguous", "channels_last")
 OUTPUTS = ("y", "dx", "dweight", "dbias")
 _BITS = {torch.float64: torch.int64, torch.float32: torch.int32}
+
+
+def use_rung(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == rungs.EAGER:
+        monkeypatch.setattr(rungs, "native", _native.Native(reason="turned off by a test"))
+    elif rungs.native.reason is not None:
+        pytest.fail(f"the native library does not serve: {rungs.native.reason}")
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

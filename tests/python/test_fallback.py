@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import steadynorm
-from conftest import use_rung
 from helpers import ACTIVATIONS, FLOATS, LAYOUTS, laid_out, layout_of, normal, outputs
 from steadynorm import _native, rungs
 

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command line of the benchmark harness. Without a GPU, `--help` and `--list` work."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from support import provenance
+from support.cases import DTYPES, ROOT, Case, read_cases
+
+from . import report
+
+ACTIVATION_SETS = ("none", "fused")
+PEERS = ("eager", "inductor", "liger")
+
+
+def words(allowed: tuple[str, ...]):
+    """An argument type: words of `allowed` between commas."""
+
+    def parse(text: str) -> list[str]:
+        chosen = [word for word in text.split(",") if word]
+        for word in chosen:
+            if word not in allowed:
+                raise argparse.ArgumentTypeError(f"expected words of {', '.join(allowed)}, got '{word}'")
+        return list(dict.fromkeys(chosen))
+
+    return parse
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description="Times steadynorm beside other implementations on this GPU: device time of a graph "
+        "replay with a cold L2, over the time that the minimal bytes take at the copy rate of the same run.",
+        epilog="Exit status: 0 done, 1 our arm failed somewhere, 2 no GPU or bad options, 130 interrupted. "
+        "What was measured is written in every case.",
+    )
+    parser.add_argument("--cases", default="", help="comma-separated beginnings of case names (default: all)")
+    parser.add_argument(
+        "--dtypes", type=words(tuple(DTYPES)), default=list(DTYPES), help="default: bf16,fp16,fp32"
+    )
+    parser.add_argument(
+        "--activation", type=words(ACTIVATION_SETS), default=list(ACTIVATION_SETS),
+        help="none, and fused: relu for unet3d* and monai*, silu for the others (default: both)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--passes", type=words(report.PASSES), default=list(report.PASSES), help="default: both"
+    )
+    parser.add_argument("--peers", type=words(PEERS), default=list(PEERS), help="default: those installed")
+    parser.add_argument(
+        "--no-peers", dest="peers", action="store_const", const=[], help="time ours and a copy only"
+    )
+    parser.add_argument("--no-errors", action="store_true", help="do not compare with float64")
+    parser.add_argument(
+        "--budget-seconds", type=float, default=float("inf"), help="stop after this and write"
+    )
+    parser.add_argument("--repeat-ms", type=float, default=40.0, help="device time of one graph's repeats")
+    parser.add_argument(
+        "--no-precompile", action="store_true", help="compile Inductor's code one after the other"
+    )
+    parser.add_argument("--output", type=Path, help="default: bench/results/<device>-<tag>.json")
+    parser.add_argument(
+        "--tag", default=provenance.today(), help="part of the file's name (default: the date)"
+    )
+    parser.add_argument("--commit", help="the commit to record where there is no git repository")
+    parser.add_argument("--list", action="store_true", help="print the names of the benchmarks and exit")
+    options = parser.parse_args(arguments)
+    beginnings = tuple(word for word in options.cases.split(",") if word)
+    options.cases = [case for case in read_cases() if not beginnings or case.name.startswith(beginnings)]
+    if not options.cases:
+        parser.error(f"--cases must name a case of cases/cases.csv, got '{','.join(beginnings)}'")
+    return options
+
+
+def jobs_of(options: argparse.Namespace) -> list[tuple[Case, str, str]]:
+    """(case, dtype, activation set), in the order in which they are timed."""
+    return [
+        (case, dtype, chosen)
+        for dtype in options.dtypes
+        for chosen in options.activation
+        for case in options.cases
+    ]
+
+
+def activation_of(case: Case, activation_set: str) -> str:
+    return "none" if activation_set == "none" else case.activation
+
+
+def list_names(options: argparse.Namespace) -> None:
+    for case, dtype, chosen in jobs_of(options):
+        for which in options.passes:
+            print(report.benchmark_name(which, case.layout, dtype, activation_of(case, chosen), case.name))
+
+
+def require_gpu() -> None:
+    """Exits with status 2 and one sentence when nothing can be timed here."""
+    try:
+        import torch
+    except ImportError as error:
+        message = f"bench: needs PyTorch, got: {error}"
+    else:
+        if torch.cuda.is_available():
+            return
+        message = "bench: needs a CUDA GPU that PyTorch can use, got none (--list and --help work without)"
+    print(message, file=sys.stderr)
+    sys.exit(2)
+
+
+def describe(options: argparse.Namespace) -> dict:
+    """The head of the file of results."""
+    import torch
+
+    shown = {
+        key: value for key, value in vars(options).items() if key not in ("cases", "output", "list", "commit")
+    }
+    shown["budget_seconds"] = None if options.budget_seconds == float("inf") else options.budget_seconds
+    gpu = provenance.gpu() or {}
+    return {
+        **provenance.source(options.commit),
+        "date": provenance.today(),
+        "device": torch.cuda.get_device_name(),
+        "driver": gpu.get("driver"),
+        "versions": {
+            **provenance.versions("steadynorm", "torch", "triton", "liger-kernel", "numpy"),
+            "torch": torch.__version__, "cuda": torch.version.cuda,
+        },
+        "options": {**shown, "cases": [case.name for case in options.cases]},
+    }  # fmt: skip
+
+
+def main() -> int:
+    options = parse_arguments()
+    if options.list:
+        list_names(options)
+        return 0
+    require_gpu()
+    deadline = time.monotonic() + options.budget_seconds
+    cache = None
+    if (
+        "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    ):  # of this run alone: no choice of an earlier one is taken over
+        cache = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="steadynorm-bench-")
+    from .run import run
+
+    head = describe(options)
+    path = (
+        options.output or ROOT / "bench" / "results" / f"{provenance.slug(head['device'])}-{options.tag}.json"
+    )
+    try:
+        return run(options, jobs_of(options), head, path, deadline)
+    finally:
+        if cache:
+            shutil.rmtree(cache, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

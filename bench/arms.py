@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is compared: ours, and peers with the same observable result (dtype and memory format)."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from support.cases import TORCH_NAMES, Case
+
+EPS = 1e-5
+PEERS = ("eager", "inductor", "liger")
+ARMS = ("ours", *PEERS)
+
+
+@dataclass
+class Operands:
+    """Random tensors of one case. x and dy are [N, C, *] in the case's layout; weight and bias are [C]."""
+
+    x: torch.Tensor
+    dy: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
+    groups: int
+    activation: str
+    memory_format: torch.memory_format
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        return [self.x, self.weight, self.bias]
+
+
+def memory_format(case: Case) -> torch.memory_format:
+    if case.layout == "contiguous":
+        return torch.contiguous_format
+    return torch.channels_last if len(case.shape) == 4 else torch.channels_last_3d
+
+
+def operands(case: Case, dtype: str, activation: str, device: str = "cuda") -> Operands:
+    torch.manual_seed(0)
+    options = {"dtype": getattr(torch, TORCH_NAMES[dtype]), "device": device}
+    layout = memory_format(case)
+
+    def volume() -> torch.Tensor:
+        return torch.empty(case.shape, memory_format=layout, **options).normal_()
+
+    weight, bias = (torch.randn(case.shape[1], **options).requires_grad_() for _ in range(2))
+    return Operands(volume().requires_grad_(), volume(), weight, bias, case.groups, activation, layout)
+
+
+def stock(x, groups, weight, bias, activation, layout):
+    """PyTorch's own, with the activation after it and x's memory format restored."""
+    y = F.group_norm(x, groups, weight, bias, EPS)
+    if activation == "relu":
+        y = F.relu(y)
+    elif activation == "silu":
+        y = F.silu(y)
+    return y.contiguous(memory_format=layout)
+
+
+def _stock(o: Operands) -> torch.Tensor:
+    return stock(o.x, o.groups, o.weight, o.bias, o.activation, o.memory_format)
+
+
+def _ours(o: Operands) -> torch.Tensor:
+    import steadynorm
+
+    return steadynorm.group_norm(o.x, o.groups, o.weight, o.bias, EPS, activation=o.activation)
+
+
+def _inductor() -> Callable[[Operands], torch.Tensor]:
+    compiled = torch.compile(stock, dynamic=False, fullgraph=True)
+    return lambda o: compiled(o.x, o.groups, o.weight, o.bias, o.activation, o.memory_format)
+
+
+def _liger(o: Operands) -> torch.Tensor:
+    from liger_kernel.ops.group_norm import LigerGroupNormFunction
+
+    flat = o.x.reshape(*o.x.shape[:2], -1)  # [N, C, S]
+    y = LigerGroupNormFunction.apply(flat, o.weight, o.bias, o.x.shape[1], o.groups, EPS).reshape(o.x.shape)
+    if o.activation == "relu":
+        return F.relu(y)
+    return F.silu(y) if o.activation == "silu" else y
+
+
+def available(peers: list[str]) -> list[str]:
+    """The peers that this environment has."""
+    return [peer for peer in peers if peer != "liger" or importlib.util.find_spec("liger_kernel") is not None]
+
+
+def arms_of(case: Case, peers: list[str]) -> dict[str, Callable[[Operands], torch.Tensor]]:
+    """What is timed for a case: ours first. Liger serves contiguous tensors only."""
+    makers = {"eager": lambda: _stock, "inductor": _inductor, "liger": lambda: _liger}
+    serving = [peer for peer in peers if peer != "liger" or case.layout == "contiguous"]
+    return {"ours": _ours, **{peer: makers[peer]() for peer in serving}}
+
+
+def training_step(function: Callable[[Operands], torch.Tensor], o: Operands) -> tuple[torch.Tensor, ...]:
+    """(y, dx, dweight, dbias) of one forward and backward."""
+    y = function(o)
+    return (y, *torch.autograd.grad(y, o.inputs, o.dy))
+
+
+def regime(o: Operands) -> dict[str, str]:
+    """Which rung served our last call, and the plan's name where the operator library tells it."""
+    import steadynorm
+
+    plan = getattr(steadynorm, "last_plan", None)
+    return {"rung": str(steadynorm.last_rung()), "regime": str(plan()) if plan else "two_sweep"}

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device time of a captured graph.
+
+A replay is timed between two events, after a read of 256 MiB that leaves nothing of the operands in L2. The
+sweep is launched before the first event, so it is not part of the time, and it runs long enough to hide the
+host's work. What the same pair of events shows around an empty kernel's graph is subtracted. All graphs of a
+case are replayed in turn, so that drift of the clocks reaches each alike.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+SWEEP_BYTES = 256 << 20
+COPY_BYTES = 1 << 30
+WARM_UPS = 2
+MIN_REPEATS, MAX_REPEATS = 7, 40
+SLOW_MS, SLOW_REPEATS = 50.0, 5  # graphs slower than this move little from one replay to the next
+
+
+@dataclass(frozen=True)
+class Time:
+    """Microseconds, less the empty graph's median; p10 and p90 are the spread over repeats."""
+
+    median_us: float
+    p10_us: float
+    p90_us: float
+    repeats: int
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def quantile(ordered: list[float], share: float) -> float:
+    """Linear between the two nearest of an ordered, non-empty list."""
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def summarise(samples_ms: list[float], overhead_ms: float = 0.0) -> Time:
+    net = sorted(1e3 * (sample - overhead_ms) for sample in samples_ms)
+    return Time(
+        round(statistics.median(net), 3), round(quantile(net, 0.1), 3), round(quantile(net, 0.9), 3), len(net)
+    )
+
+
+def spread_turns(counts: dict[str, int]) -> list[list[str]]:
+    """Who is replayed in each turn, so that each name comes `counts[name]` times, evenly over all turns."""
+    turns = max(counts.values())
+    return [
+        [name for name, count in counts.items() if (turn + 1) * count // turns > turn * count // turns]
+        for turn in range(turns)
+    ]
+
+
+def capture(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """`function` as a graph, after warm-ups on a side stream."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UPS):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph
+
+
+class Timer:
+    """Times graphs on the current device with a cold L2."""
+
+    def __init__(self, budget_ms: float):
+        self.budget_ms = budget_ms  # device time to spend on a graph's repeats
+        buffer = torch.ones(SWEEP_BYTES // 4, device="cuda")
+        self._buffer = buffer
+        self._sweep = capture(buffer.sum)
+        self._empty = capture(lambda: torch.cuda._sleep(0))
+
+    def _replay(self, graph: torch.cuda.CUDAGraph) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._sweep.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        return start, end
+
+    def _once(self, graph: torch.cuda.CUDAGraph) -> float:
+        start, end = self._replay(graph)
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
+
+    def _repeats(self, graph: torch.cuda.CUDAGraph) -> int:
+        self._once(graph)
+        ms = self._once(graph)
+        if ms > SLOW_MS:
+            return SLOW_REPEATS
+        return max(MIN_REPEATS, min(MAX_REPEATS, int(self.budget_ms / (ms + 0.1))))
+
+    def measure(self, graphs: dict[str, torch.cuda.CUDAGraph]) -> dict[str, Time]:
+        """Time of each graph, interleaved with the others and with the empty one."""
+        graphs = {"empty": self._empty, **graphs}
+        counts = {name: self._repeats(graph) for name, graph in graphs.items()}
+        samples: dict[str, list[float]] = {name: [] for name in graphs}
+        for names in spread_turns(counts):
+            events = {name: self._replay(graphs[name]) for name in names}
+            torch.cuda.synchronize()
+            for name, (start, end) in events.items():
+                samples[name].append(start.elapsed_time(end))
+        overhead = statistics.median(samples["empty"])
+        result = {name: summarise(values, overhead) for name, values in samples.items() if name != "empty"}
+        result["empty"] = summarise(samples["empty"])
+        return result
+
+    def copy_rate(self) -> float:
+        """Bytes read and written per second by a device-to-device copy of 1 GiB (less on a small device)."""
+        free, _ = torch.cuda.mem_get_info()
+        size = min(COPY_BYTES, free // 4)
+        source = torch.empty(size, dtype=torch.uint8, device="cuda").random_()
+        target = torch.empty_like(source)
+        time = self.measure({"copy": capture(lambda: target.copy_(source))})["copy"]
+        return 2 * size / (time.median_us * 1e-6)

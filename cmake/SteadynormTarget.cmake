@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+# What every target of the project has in common.
+include_guard()
+
+# Arithmetic is pinned: a * b + c rounds twice on every instruction set and every device. nvcc contracts by default,
+# and so does GCC.
+function(steadynorm_target_properties target)
+  target_compile_features(${target} PUBLIC cxx_std_20)
+  set_target_properties(${target} PROPERTIES
+    CXX_EXTENSIONS OFF
+    POSITION_INDEPENDENT_CODE ON
+    CXX_VISIBILITY_PRESET hidden
+    CUDA_VISIBILITY_PRESET hidden
+    VISIBILITY_INLINES_HIDDEN ON)
+  target_include_directories(${target}
+    PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>
+    PRIVATE ${PROJECT_SOURCE_DIR}/src)
+  target_compile_options(${target} PRIVATE
+    $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>
+    $<$<COMPILE_LANGUAGE:CUDA>:-fmad=false --generate-line-info -Xcompiler=-ffp-contract=off>)
+  if(PROJECT_IS_TOP_LEVEL)
+    # nvcc's own generated host code does not survive -Wpedantic. GCC only guesses at maybe-uninitialized, and wrongly
+    # for a buffer that one branch fills and the other does not return.
+    target_compile_options(${target} PRIVATE
+      $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Wno-maybe-uninitialized>
+      $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra,-Wno-maybe-uninitialized>)
+  endif()
+  if(STEADYNORM_WARNINGS_AS_ERRORS)
+    target_compile_options(${target} PRIVATE
+      $<$<COMPILE_LANGUAGE:CXX>:-Werror>
+      $<$<COMPILE_LANGUAGE:CUDA>:-Werror=all-warnings>)
+  endif()
+endfunction()
+
+# steadynorm_library(<name> <source>...): the static library steadynorm_<name>, known to users as steadynorm::<name>.
+function(steadynorm_library name)
+  add_library(steadynorm_${name} STATIC ${ARGN})
+  add_library(steadynorm::${name} ALIAS steadynorm_${name})
+  set_target_properties(steadynorm_${name} PROPERTIES EXPORT_NAME ${name})
+  steadynorm_target_properties(steadynorm_${name})
+endfunction()

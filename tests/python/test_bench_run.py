@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark's run on the CPU, with the device's clock and memory counters replaced."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from bench import __main__ as command_line  # noqa: E402
+from bench import accuracy, arms, run, timing  # noqa: E402
+from support.cases import Case  # noqa: E402
+
+SMALL = [Case("small-a", (2, 8, 6, 5), 4, "contiguous"), Case("small-b", (1, 6, 3, 4, 5), 3, "channels_last")]
+
+
+class FakeTimer:
+    """Runs nothing again; the median of every graph is 10 us."""
+
+    interrupt_after = 1000
+
+    def __init__(self, budget_ms: float):
+        self.calls = 0
+
+    def copy_rate(self) -> float:
+        return 4e12
+
+    def measure(self, graphs: dict) -> dict[str, timing.Time]:
+        self.calls += 1
+        if self.calls > self.interrupt_after:
+            raise KeyboardInterrupt
+        return {name: timing.Time(10.0, 9.0, 11.0, 7) for name in ["empty", *graphs]}
+
+
+@pytest.fixture
+def options(monkeypatch: pytest.MonkeyPatch):
+    for counter in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, counter, lambda: None)
+    for counter in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, counter, lambda: 1 << 20)
+    monkeypatch.setattr(run, "Timer", FakeTimer)
+    monkeypatch.setattr(run, "capture", lambda function: function())
+    monkeypatch.setattr(FakeTimer, "interrupt_after", 1000)
+    monkeypatch.setattr(arms, "operands", functools.partial(arms.operands, device="cpu"))
+    layout = torch.contiguous_format
+    ours = types.SimpleNamespace(
+        group_norm=lambda x, g, w, b, eps, activation: arms.stock(x, g, w, b, activation, layout),
+        last_rung=lambda: "native",
+    )
+    monkeypatch.setitem(sys.modules, "steadynorm", ours)
+    chosen = command_line.parse_arguments(["--dtypes", "fp32,bf16", "--peers", "eager"])
+    chosen.cases = SMALL
+    return chosen
+
+
+def finish(options, tmp_path: Path, deadline: float = float("inf")) -> tuple[int, dict]:
+    path = tmp_path / "out.json"
+    status = run.run(options, command_line.jobs_of(options), {"device": "none"}, path, deadline)
+    return status, json.loads(path.read_text())
+
+
+def test_every_case_has_a_row_for_each_pass(options, tmp_path: Path, capsys) -> None:
+    status, held = finish(options, tmp_path)
+    assert status == 0
+    assert len(held["rows"]) == len(SMALL) * 2 * 2 * 2
+    assert held["stopped"] is None
+    row = held["rows"][0]
+    assert row["floor_us"] == pytest.approx(1e6 * 2 * 2 * 8 * 30 * 4 / 4e12, abs=1e-3)
+    ours = row["arms"]["ours"]
+    assert (ours["rung"], ours["regime"], ours["median_us"]) == ("native", "two_sweep", 10.0)
+    assert 0 <= ours["error_y"] < 8
+    assert 0 <= ours["error_dx"] < 16
+    assert "[8/8] small-b bf16" in capsys.readouterr().out
+
+
+def test_an_arm_that_fails_is_recorded_and_the_others_go_on(options, tmp_path: Path) -> None:
+    def fail(*arguments, **named):
+        raise RuntimeError("no kernel for this device")
+
+    sys.modules["steadynorm"].group_norm = fail
+    status, held = finish(options, tmp_path)
+    assert status == 1
+    assert held["rows"][0]["arms"]["ours"] == {"error": "RuntimeError: no kernel for this device"}
+    assert held["rows"][0]["arms"]["eager"]["median_us"] == 10.0
+
+
+def test_ctrl_c_writes_what_was_measured(options, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(FakeTimer, "interrupt_after", 3)
+    status, held = finish(options, tmp_path)
+    assert (status, held["stopped"], len(held["rows"])) == (130, "interrupted", 3)
+
+
+def test_the_budget_ends_the_run(options, tmp_path: Path) -> None:
+    status, held = finish(options, tmp_path, deadline=0.0)
+    assert (status, held["rows"]) == (0, [])
+    assert "budget" in held["stopped"]
+
+
+def test_a_wrong_result_shows_as_an_error(options) -> None:
+    o = arms.operands(SMALL[0], "fp32", "silu")
+    right = arms.training_step(arms.arms_of(SMALL[0], [])["ours"], o)
+    off = (right[0] + 1e-3, right[1], *right[2:])
+    found, checked = accuracy.errors(o, {"ours": right, "off": off})
+    assert found["off"]["error_y"] > 1000 > 20 > found["ours"]["error_y"]
+    assert checked == "all groups"
+
+
+@pytest.mark.parametrize("sizes", [(5, 12, 4, 3 << 20), (2, 8, 4, 1 << 23), (3, 4, 2, 100)])
+def test_parts_cover_each_group_once(sizes: tuple[int, ...]) -> None:
+    samples, channels, groups, positions = sizes
+    seen = torch.zeros(samples, channels, dtype=torch.int64)
+    for n, c, count in accuracy.parts(samples, channels, groups, positions, True):
+        seen[n, c] += 1
+        assert (c.stop - c.start) == count * channels // groups
+    assert seen.eq(1).all()
+
+
+def test_turns_are_spread_evenly() -> None:
+    turns = timing.spread_turns({"fast": 8, "slow": 2})
+    assert [("slow" in names) for names in turns] == [False, False, False, True] * 2
+    assert sum(("fast" in names) for names in turns) == 8
+
+
+def test_summary_subtracts_the_empty_graph() -> None:
+    found = timing.summarise([0.012, 0.013, 0.014], overhead_ms=0.003)
+    assert (found.median_us, found.repeats) == (10.0, 3)
+    assert found.p10_us == pytest.approx(9.2)

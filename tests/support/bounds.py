@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GroupNorm by its definition in float64, and how far a result may be from it (docs/numerics.md).
+
+The formulas are those of docs/numerics.md, "Bounds"; letters as there. Works on any device. A slice of whole
+groups, x[:, c0:c1] with groups in proportion, is a problem of its own: large tensors can be checked by parts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+U = 2.0**-24  # one rounding of fp32
+ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
+
+# Units of U, see docs/numerics.md.
+FORWARD, FORWARD_ACTIVATED = 8, 18
+DBIAS, DWEIGHT, DX = 8, 16, 16
+SLOPE_RELATIVE, SLOPE_ARGUMENT = 8, 10  # of |dz| and of |dy·z|: what an activation adds to dz
+SLOPE_APPROXIMATE = 4  # of |dy|·(1 + |z|): what CUDA's approximate instructions add
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A right value in float64 and the error beyond half a unit of the stored dtype that is allowed."""
+
+    value: torch.Tensor
+    allowance: torch.Tensor
+    largest_term: torch.Tensor | None = None  # y alone: max(|weight·x̂|, |bias|)
+
+
+def half_unit(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Half a unit in the last place of `dtype` at each of the float64 values."""
+    info = torch.finfo(dtype)
+    digits = 1 - int(math.log2(info.eps))
+    smallest = int(math.log2(info.tiny)) + int(math.log2(info.eps))  # exponent of the smallest subnormal
+    exponent = torch.frexp(values.abs()).exponent - digits
+    exponent = torch.where(values == 0, smallest, exponent.clamp(min=smallest))
+    return torch.ldexp(torch.full_like(values, 0.5), exponent)
+
+
+def activate(z: torch.Tensor, activation: str) -> torch.Tensor:
+    if activation == "none":
+        return z
+    if activation == "relu":
+        return torch.relu(z)
+    if activation == "silu":
+        return torch.nn.functional.silu(z)
+    return torch.nn.functional.gelu(z, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def slope(z: torch.Tensor, activation: str) -> torch.Tensor:
+    """Derivative of the activation at z."""
+    if activation == "none":
+        return torch.ones_like(z)
+    if activation == "relu":
+        return ((z > 0) | z.isnan()).to(z.dtype)
+    if activation == "silu":
+        sigmoid = torch.sigmoid(z)
+        return sigmoid * (1 + z * (1 - sigmoid))
+    if activation == "gelu":
+        return 0.5 * torch.special.erfc(-z / math.sqrt(2)) + z * torch.exp(-0.5 * z * z) / math.sqrt(
+            2 * math.pi
+        )
+    root = math.sqrt(2 / math.pi)
+    tanh = torch.tanh(root * (z + 0.044715 * z**3))
+    return 0.5 * (1 + tanh) + 0.5 * z * (1 - tanh**2) * root * (1 + 3 * 0.044715 * z**2)
+
+
+def expect(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str = "none",
+    dy: torch.Tensor | None = None,
+) -> dict[str, Expected]:
+    """y, and with `dy` also dx, dweight, dbias, of x [N, C, *]; weight and bias missing, [C] or [N, C]."""
+    samples, channels = x.shape[:2]
+
+    def by_group(t: torch.Tensor) -> torch.Tensor:
+        return t.reshape(samples, groups, -1)
+
+    def mean(t: torch.Tensor) -> torch.Tensor:
+        """Mean over each group, spread over its elements again."""
+        return by_group(t).mean(-1, keepdim=True).expand_as(by_group(t)).reshape(t.shape)
+
+    def row(parameter: torch.Tensor | None, missing: float) -> torch.Tensor:
+        if parameter is None:
+            return torch.full((1, channels, 1), missing, dtype=torch.float64, device=x.device)
+        return parameter.detach().double().reshape(-1, channels, 1)
+
+    x64 = x.detach().double().reshape(samples, channels, -1)  # [N, C, S]
+    centred = x64 - mean(x64)
+    rstd = by_group(centred).square().mean(-1, keepdim=True).add(eps).rsqrt()  # [N, G, 1]
+    x_hat = (by_group(centred) * rstd).reshape(x64.shape)
+    w, b = row(weight, 1.0), row(bias, 0.0)
+    z = w * x_hat + b
+    term = torch.maximum((w * x_hat).abs(), b.abs())
+    factor = FORWARD if activation in ("none", "relu") else FORWARD_ACTIVATED
+    result = {
+        "y": Expected(
+            activate(z, activation).reshape(x.shape),
+            (factor * U * term).reshape(x.shape),
+            term.reshape(x.shape),
+        )
+    }
+    if dy is None:
+        return result
+
+    dy64 = dy.detach().double().reshape(x64.shape)
+    dz = dy64 * slope(z, activation)
+    if activation == "none":
+        dz_error = torch.zeros_like(dz)
+    elif activation == "relu":  # its gradient jumps where z is as near to 0 as its error
+        dz_error = dy64.abs() * (z.abs() <= FORWARD * U * term)
+    else:
+        dz_error = U * (SLOPE_RELATIVE * dz.abs() + SLOPE_ARGUMENT * (dy64 * z).abs())
+        if x.is_cuda:
+            dz_error = dz_error + U * SLOPE_APPROXIMATE * dy64.abs() * (1 + z.abs())
+
+    a, a_error = w * dz, w.abs() * dz_error
+    spread = by_group(torch.ones_like(x64)) * rstd
+    spread = spread.reshape(x64.shape)  # rstd of each element
+    dx = spread * (a - mean(a) - x_hat * mean(a * x_hat))
+    size = a.abs()
+    allowance = spread * (
+        U * DX * (size + mean(size) + x_hat.abs() * mean(size * x_hat.abs()))
+        + a_error + mean(a_error) + x_hat.abs() * mean(a_error * x_hat.abs())
+    )  # fmt: skip
+    result["dx"] = Expected(dx.reshape(x.shape), allowance.reshape(x.shape))
+
+    for name, parameter, factor, terms, error in (
+        ("dweight", weight, DWEIGHT, dz * x_hat, dz_error * x_hat.abs()),
+        ("dbias", bias, DBIAS, dz, dz_error),
+    ):
+        if parameter is not None:
+            over = (2,) if parameter.dim() == 2 else (0, 2)
+            result[name] = Expected(terms.sum(over), factor * U * terms.abs().sum(over) + error.sum(over))
+    return result
+
+
+def beyond_half_unit(got: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """How far `got` is from the float64 `value` beyond half a unit of its dtype; Inf equals Inf, NaN NaN."""
+    held = got.detach().double()
+    near = torch.maximum(held.abs(), value.abs())
+    beyond = ((held - value).abs() - half_unit(near, got.dtype)).clamp(min=0)
+    rounded = value.to(got.dtype).double()
+    matches = (held == rounded) | (held.isnan() & rounded.isnan())
+    return torch.where(matches, torch.zeros_like(beyond), beyond.nan_to_num(nan=math.inf))
+
+
+def worst(got: torch.Tensor, value: torch.Tensor, scale: torch.Tensor) -> float:
+    """The largest error beyond half a unit over `scale`; infinite where a scale of 0 is exceeded."""
+    beyond = beyond_half_unit(got, value)
+    if beyond.numel() == 0:
+        return 0.0
+    return torch.where(beyond > 0, beyond / scale, torch.zeros_like(beyond)).max().item()
+
+
+def assert_within(got: torch.Tensor, expected: Expected, what: str) -> None:
+    """Fails with the worst coordinate when a value is further from the right one than its bound."""
+    assert got.shape == expected.value.shape, (
+        f"{what}: shape {tuple(got.shape)}, not {tuple(expected.value.shape)}"
+    )
+    ratio = worst(got, expected.value, expected.allowance)
+    if ratio <= 1:
+        return
+    beyond = beyond_half_unit(got, expected.value)
+    share = torch.where(beyond > 0, beyond / expected.allowance, torch.zeros_like(beyond)).flatten()
+    at = int(share.argmax())
+    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), got.shape))
+    raise AssertionError(
+        f"{what}: {ratio:.3g} times the bound at {place}: got {got.flatten()[at].item()!r}, "
+        f"right {expected.value.flatten()[at].item()!r}, "
+        f"allowed {expected.allowance.flatten()[at].item():.3g} beyond half a unit; "
+        f"{int((share > 1).sum())} of {share.numel()} values are out"
+    )
