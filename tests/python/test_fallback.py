@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import steadynorm
-from helpers import ACTIVATIONS, FLOATS, LAYOUTS, laid_out, layout_of, normal, outputs
+from helpers import ACTIVATIONS, FLOATS, LAYOUTS, laid_out, layout_of, normal, outputs, use_rung
 from steadynorm import _native, rungs
 
 LIBRARY = "libsteadynorm_torch.so"
