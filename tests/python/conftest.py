@@ -1,20 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from steadynorm import _native, rungs
-
-sys.path.insert(0, str(Path(__file__).parent))  # for `import common`
-
-
-def use_rung(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == rungs.EAGER:
-        monkeypatch.setattr(rungs, "native", _native.Native(reason="turned off by a test"))
-    elif rungs.native.reason is not None:
-        pytest.fail(f"the native library does not serve: {rungs.native.reason}")
+from helpers import use_rung
+from steadynorm import rungs
 
 
 @pytest.fixture(params=[rungs.NATIVE, rungs.EAGER])

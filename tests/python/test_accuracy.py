@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import (
+from helpers import (
     ACTIVATIONS,
     FLOATS,
     LAYOUTS,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import steadynorm
-from common import OUTPUTS, assert_all_same_bits, assert_same_bits, laid_out, normal, outputs
+from helpers import OUTPUTS, assert_all_same_bits, assert_same_bits, laid_out, normal, outputs
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -107,7 +107,7 @@ def laid(v: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("narrow", ["x", "dy", "weight", "bias", "all"])
 def test_storage_dtype_of_the_same_values(shape, groups, layout, activation, storage, narrow):
-    # [N, C] rows are rounded to fp32 before they are stored, so that the fp32 answer, narrowed, is the narrow.
+    # [N, C] rows are rounded to fp32 before they are stored, so the fp32 answer, narrowed, is the narrow.
     values = data(shape, layout, per_sample=True)
     expected = run(values, groups, activation, out_dtype=torch.float32)
     names = list(values) if narrow == "all" else [narrow]

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import steadynorm
-from common import ACTIVATIONS, FLOATS, LAYOUTS, laid_out, layout_of, normal, outputs
-from conftest import use_rung
+from helpers import ACTIVATIONS, FLOATS, LAYOUTS, laid_out, layout_of, normal, outputs, use_rung
 from steadynorm import _native, rungs
 
 LIBRARY = "libsteadynorm_torch.so"
@@ -81,7 +80,7 @@ def write(package: Path, library: bytes | None, build_info: str | None) -> None:
 DAMAGES = {
     "missing": (None, None, [f"{LIBRARY} is missing from ", "/steadynorm/lib"]),
     "garbage": (
-        b"no library",
+        b"no library" * 1000,
         json.dumps(HERE),
         [f"{LIBRARY} can't be loaded: OSError: ", "invalid ELF header"],
     ),
@@ -99,6 +98,22 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
+def test_the_reason_is_one_sentence(package, damage):
+    library, build_info, words = DAMAGES[damage]
+    write(package, library, build_info)
+    found = _native.load([str(package)])
+    assert found.operator is None
+    assert all(word in found.reason for word in words), found.reason
+    assert "\n" not in found.reason
+
+
+def test_the_library_may_be_in_a_later_folder_of_the_package(package, tmp_path):
+    # An editable install has the Python files in one place and the built library in another.
+    write(package, b"", json.dumps(HERE | {"torch": "1.0"}))
+    assert _native.load([str(tmp_path / "sources"), str(package)]).path == package / "lib" / LIBRARY
+
+
+@pytest.mark.parametrize("damage", ["missing", "garbage", "another torch"])
 def test_one_warning_says_why_and_stock_serves(package, damage):
     library, build_info, words = DAMAGES[damage]
     write(package, library, build_info)
@@ -108,7 +123,6 @@ def test_one_warning_says_why_and_stock_serves(package, damage):
     assert category == "RuntimeWarning"
     assert message.startswith("steadynorm: stock PyTorch serves instead of the native kernels: ")
     assert all(word in message for word in words), message
-    assert "\n" not in message
     assert found["from"] == ["<string>"]  # the line that imported the package
     assert found["rung"] == "eager"
     assert found["dtype"] == "torch.bfloat16"

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
 import steadynorm
-from common import ACTIVATIONS, FLOATS, LAYOUTS, channels_last, laid_out, layout_of, normal
+from helpers import ACTIVATIONS, FLOATS, LAYOUTS, channels_last, laid_out, layout_of, normal
 from steadynorm import MATCH_STOCK_DTYPE, functional, group_norm, module
 
 FUNCTIONS = {

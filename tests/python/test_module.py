@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import steadynorm
-from common import ACTIVATIONS, FLOATS, LAYOUTS, laid_out, layout_of, normal
+from helpers import ACTIVATIONS, FLOATS, LAYOUTS, laid_out, layout_of, normal
 from steadynorm import GroupNorm, group_norm
 
 

@@ -2,12 +2,12 @@
 """Derivatives of steadynorm::group_norm: any order, both modes, functorch, checkpoints, what is saved."""
 
 import pytest
-import steadynorm  # noqa: F401  (loads the operators)
 import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
+import steadynorm  # noqa: F401  (loads the operators)
 from operator_samples import ACTIVATIONS, PARAMETERS, group_norm, sample, stock
 
 

@@ -4,11 +4,11 @@
 import shutil
 
 import pytest
-import steadynorm  # noqa: F401  (loads the operators)
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import steadynorm  # noqa: F401  (loads the operators)
 from operator_samples import FORMATS, backward, forward, group_norm, sample
 
 # Inductor needs a C++ compiler, and most of a minute for its first graph.

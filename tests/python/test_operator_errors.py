@@ -4,10 +4,10 @@
 import re
 
 import pytest
-import steadynorm  # noqa: F401  (loads the operators)
 import torch
 import torch.nn.functional as F
 
+import steadynorm  # noqa: F401  (loads the operators)
 from operator_samples import apply, backward, forward, group_norm, stats
 
 DEVICES = ("cpu", "meta")

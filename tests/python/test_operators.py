@@ -2,11 +2,11 @@
 """The operators as PyTorch sees them: schemas, checkers, memory formats, dtypes, errors, threads."""
 
 import pytest
-import steadynorm  # noqa: F401  (loads the operators)
 import torch
 import torch.nn.functional as F
 from torch.library import opcheck
 
+import steadynorm  # noqa: F401  (loads the operators)
 from operator_samples import (
     ACTIVATIONS,
     FORMATS,
