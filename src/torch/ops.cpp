@@ -13,7 +13,7 @@ namespace steadynorm::binding {
 
 namespace {
 
-// ATen's own threshold for its pointwise operators: below it a second thread costs more than it brings.
+// Below this one thread does it all: the grain size of ATen's pointwise operators.
 constexpr std::int64_t kParallelElements = 32768;
 
 // at::parallel_for is a template over OpenMP: in a library built without -fopenmp it is silently serial, and
@@ -76,8 +76,19 @@ struct Cpu {
 
 // The Meta kernels say the sizes, dtypes and strides that the others return, from sizes that may be symbols.
 
+// By strides: at::empty_symint of a channels-last format returns what does not know that it is channels-last,
+// and whoever asks next would copy (torch 2.11).
 Tensor dense_like(const Tensor& input, at::ScalarType dtype) {
-  return at::empty_symint(input.sym_sizes(), input.options().dtype(dtype), format_of(input));
+  const auto options = input.options().dtype(dtype);
+  const auto sizes = input.sym_sizes();
+  switch (format_of(input)) {
+    case at::MemoryFormat::ChannelsLast:
+      return at::empty_strided_symint(sizes, c10::get_channels_last_strides_2d(sizes), options);
+    case at::MemoryFormat::ChannelsLast3d:
+      return at::empty_strided_symint(sizes, c10::get_channels_last_strides_3d(sizes), options);
+    default:
+      return at::empty_symint(sizes, options);
+  }
 }
 
 std::tuple<Tensor, Tensor> forward_meta(const Tensor& input, const OptionalTensor& weight,

@@ -78,6 +78,25 @@ Problem checked(const Arguments& a) {
   return problem;
 }
 
+// With symbolic sizes is_contiguous(channels_last) is false for what torch.empty(memory_format=channels_last)
+// returns (torch 2.11), so there the strides are compared one by one.
+bool is_dense(const Tensor& input, at::MemoryFormat format) {
+  if (!input.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return input.is_contiguous(format);
+  if (surely(input.sym_size(0).sym_eq(0))) return true;
+  SymInt expected = 1;
+  const auto has_stride = [&](std::int64_t dim) {
+    const SymInt size = input.sym_size(dim);
+    const bool matches = surely(size.sym_eq(1)) || surely(input.sym_stride(dim).sym_eq(expected));
+    expected *= size;
+    return matches;
+  };
+  const bool last = format != at::MemoryFormat::Contiguous;
+  if (last && !has_stride(1)) return false;
+  for (std::int64_t dim = input.dim() - 1; dim >= 0; --dim)
+    if (!(last && dim == 1) && !has_stride(dim)) return false;
+  return true;
+}
+
 void require_array(const char* name, const Tensor& tensor, const Tensor& input, at::ScalarType dtype,
                    const char* shape, c10::ArrayRef<SymInt> sizes) {
   TORCH_CHECK_VALUE(tensor.scalar_type() == dtype && has_sizes(tensor, sizes), "group_norm: ", name,
@@ -132,8 +151,9 @@ at::MemoryFormat format_of(const Tensor& input) {
   const auto last = input.dim() == 4   ? at::MemoryFormat::ChannelsLast
                     : input.dim() == 5 ? at::MemoryFormat::ChannelsLast3d
                                        : at::MemoryFormat::Contiguous;
-  return !input.is_contiguous_or_false() && input.is_contiguous_or_false(last) ? last
-                                                                               : at::MemoryFormat::Contiguous;
+  return !is_dense(input, at::MemoryFormat::Contiguous) && is_dense(input, last)
+             ? last
+             : at::MemoryFormat::Contiguous;
 }
 
 at::ScalarType output_dtype(const Arguments& a) { return a.out_dtype.value_or(a.input.scalar_type()); }
