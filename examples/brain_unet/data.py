@@ -13,11 +13,13 @@ import torch
 
 TISSUES = ("other", "grey matter", "white matter")
 MAPS = ("t1", "gm", "wm")
+CONTRAST = 12.0  # grey values from a threshold to 76 % of the contrast
 SHAPE = (197, 233, 189)  # left to right, back to front, bottom to top; 1 mm voxels
 
 SOURCE = """\
 data    ICBM 2009a nonlinear symmetric template (MNI152): T1, grey and white matter maps, 1 mm,
-        as carried by the nilearn wheel; https://www.bic.mni.mcgill.ca/ServicesAtlases/ICBM152NLin2009
+        as carried by the nilearn wheel
+        https://www.bic.mni.mcgill.ca/ServicesAtlases/ICBM152NLin2009
 notice  Copyright (C) 1993-2009 Louis Collins, McConnell Brain Imaging Centre, Montreal Neurological
         Institute, McGill University. Permission to use, copy, modify, and distribute this software
         and its documentation for any purpose and without fee is hereby granted, provided that the
@@ -51,7 +53,8 @@ def read_map(folder: Path, kind: str) -> np.ndarray:
         volume = np.asarray(nibabel.load(path).dataobj)
     except (OSError, EOFError, ValueError, zlib.error, nibabel.filebasedimages.ImageFileError) as e:
         why = " ".join(str(e).split()) or type(e).__name__
-        raise DataError(f"the data file {path} is damaged ({why}); install it again: {REPAIR}") from e
+        what = f"the data file {path} is damaged ({why})"
+        raise DataError(f"{what}; install it again: {REPAIR}") from e
     if volume.shape != SHAPE or volume.dtype != np.uint8 or volume.max() == 0:
         raise DataError(
             f"the data file {path} must hold {SHAPE} uint8 voxels that are not all zero, got "
@@ -75,17 +78,17 @@ class Brain:
     train: Part  # the back
     valid: Part  # the front
     gap: int  # voxels between them
-    mean: float  # of T1 over the training part's tissue
-    std: float
+    thresholds: tuple[int, int]  # of T1, fitted on the training part
 
-    def normalised(self, t1: np.ndarray) -> torch.Tensor:
-        """From 0 to 6: T1 within three deviations of the tissue's mean, the rest cut off.
+    def windowed(self, t1: np.ndarray) -> torch.Tensor:
+        """T1 as `float32[..., 2]`: the contrast around each threshold, from 0 to 2.
 
-        Air would else lie seven deviations away and set the scale of every normalisation by its
-        share of the window. It becomes 0, which is also what the convolutions pad with.
+        Taken as it is, air would lie seven deviations of tissue away from tissue, and its share
+        of a patch would set the scale of every normalisation. Here it becomes 0, which is also
+        what the convolutions pad with.
         """
-        x = (t1.astype(np.float32) - self.mean) / self.std
-        return torch.from_numpy(np.clip(x, -3, 3) + 3)
+        x = torch.from_numpy(t1.astype(np.float32))[..., None]
+        return 1 + torch.tanh((x - torch.tensor(self.thresholds)) / CONTRAST)
 
 
 def tissue_labels(gm: np.ndarray, wm: np.ndarray) -> np.ndarray:
@@ -119,8 +122,7 @@ def load_brain(size: int, gap: int, folder: Path | None = None) -> Brain:
         Part(a, b, t1[x0:x1, a:b, z0:z1], labels[x0:x1, a:b, z0:z1])
         for a, b in ((back, cut - gap), (cut, front))
     ]
-    tissue = parts[0].t1[parts[0].labels > 0]
-    brain = Brain(*parts, gap, float(tissue.mean()), float(tissue.std()))
+    brain = Brain(*parts, gap, fit_thresholds(parts[0]))
     assert brain.valid.start - brain.train.stop >= gap
     return brain
 
@@ -134,7 +136,7 @@ class Patches:
     """
 
     def __init__(self, brain: Brain, size: int, batch: int, seed: int):
-        self.image = brain.normalised(brain.train.t1)
+        self.image = brain.windowed(brain.train.t1)
         self.labels = torch.from_numpy(brain.train.labels.astype(np.int64))
         self.tissue = np.argwhere(brain.train.labels > 0)
         self.size, self.batch = size, batch
@@ -144,10 +146,10 @@ class Patches:
         """The corner of one cube."""
         voxel = self.tissue[self.rng.integers(len(self.tissue))]
         inside = self.rng.integers(self.size, size=3)
-        return np.clip(voxel - inside, 0, np.array(self.image.shape) - self.size)
+        return np.clip(voxel - inside, 0, np.array(self.labels.shape) - self.size)
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images `float32[batch, size, size, size]` and labels `int64` of the same shape."""
+        """Images `float32[batch, size, size, size, 2]` and labels `int64[batch, size, size, size]`."""
         images, labels = [], []
         for _ in range(self.batch):
             cube = tuple(slice(int(s), int(s) + self.size) for s in self.start())

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 GROUPS = 8
+INPUTS = 2  # T1 around each of two thresholds
 
 
 def stock_norm(channels: int) -> tuple[nn.Module, nn.Module]:
@@ -38,7 +39,7 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """`Tensor[N, 1, X, Y, Z]` to class scores `Tensor[N, classes, X, Y, Z]`.
+    """`Tensor[N, 2, X, Y, Z]` to class scores `Tensor[N, classes, X, Y, Z]`.
 
     width: channels at full resolution, doubled at each level down, a multiple of 8.
     depth: number of resolutions; X, Y and Z must be multiples of 2**(depth - 1).
@@ -49,7 +50,7 @@ class UNet(nn.Module):
         super().__init__()
         channels = [width << level for level in range(depth)]
         self.down = nn.ModuleList(
-            Block(c_in, c_out, norm) for c_in, c_out in zip([1, *channels], channels)
+            Block(c_in, c_out, norm) for c_in, c_out in zip([INPUTS, *channels], channels)
         )
         self.pool = nn.MaxPool3d(2)
         self.rise = nn.ModuleList(
@@ -57,16 +58,18 @@ class UNet(nn.Module):
         )
         self.up = nn.ModuleList(Block(2 * c, c, norm) for c in reversed(channels[:-1]))
         self.head = nn.Conv3d(width, classes, 1)
+        # The outermost skip: absolute intensity, which every normalisation takes away.
+        self.direct = nn.Conv3d(INPUTS, classes, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        skips: list[Tensor] = []
+        image, skips = x, []
         for level, block in enumerate(self.down):
             x = block(self.pool(x) if level else x)
             skips.append(x)
         skips.pop()
         for rise, block in zip(self.rise, self.up):
             x = block(torch.cat((skips.pop(), rise(x)), dim=1))
-        return self.head(x)
+        return self.head(x) + self.direct(image)
 
 
 def norm_sites(model: nn.Module) -> list[tuple[str, nn.GroupNorm]]:
@@ -94,9 +97,5 @@ def receptive_field(depth: int) -> int:
 
 
 def channels_last_input(volume: Tensor) -> Tensor:
-    """`Tensor[N, X, Y, Z]` to `Tensor[N, 1, X, Y, Z]` with the strides of channels_last_3d.
-
-    With one channel both formats hold the same bytes, and only strides set by hand tell the
-    first convolution which one is meant; `contiguous(memory_format=...)` would change nothing.
-    """
-    return volume.unsqueeze(-1).permute(0, 4, 1, 2, 3)
+    """`Tensor[N, X, Y, Z, 2]` seen as `Tensor[N, 2, X, Y, Z]` in channels_last_3d, without a copy."""
+    return volume.movedim(-1, 1)

@@ -100,9 +100,7 @@ def verdicts(result: dict) -> list[str]:
     dice = result["arms"]["steadynorm"]["dice"]
     beats = result["beats_baseline"]
     word = {None: "not compared with", True: "beats", False: "DOES NOT BEAT"}[beats]
-    lines.append(
-        f"Dice of the network {shown(dice)} {word} two intensity thresholds {base:.4f}"
-    )
+    lines.append(f"Dice of the network {shown(dice)} {word} two intensity thresholds {base:.4f}")
     gap = result["max_rel_loss_gap"]
     if gap is not None:
         side = "within" if gap <= LOSS_BAR else "ABOVE"
@@ -114,7 +112,8 @@ def verdicts(result: dict) -> list[str]:
     if sites:
         lines.append(
             f"{len(sites) - len(off)} of {len(sites)} GroupNorm sites are bfloat16, "
-            "channels_last_3d and served by the native rung" + (f"; NOT: {', '.join(off)}" if off else "")
+            "channels_last_3d and served by the native rung"
+            + (f"; NOT: {', '.join(off)}" if off else "")
         )
     if result["device"] == "cpu":
         lines.append(CPU_NOTE)
@@ -133,7 +132,7 @@ def table(result: dict) -> str:
             "",
             aligned(("", *ARMS.values()), rows_of(result)),
             aligned(SITE_HEAD, site_rows(result)),
-            "\n".join(verdicts(result)),
+            "\n".join((*verdicts(result), SPLIT_NOTE, PEAK_NOTE)),
         )
     )
 
@@ -176,7 +175,8 @@ def slice_picture(brain, predicted, path: Path) -> None:
     for axis, title, picture, top in zip(axes, titles, pictures, (255, 2, 2, 1)):
         axis.imshow(picture, cmap="gray", origin="lower", vmin=0, vmax=top, interpolation="nearest")
         axis.set(title=title, xticks=[], yticks=[])
-    figure.suptitle(f"Validation part, slice {brain.valid.start + middle} from the back", fontsize=9)
+    place = f"Validation part, slice {brain.valid.start + middle} from the back"
+    figure.suptitle(place, fontsize=9)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -230,12 +230,15 @@ def page(result: dict, pictures: list[Path]) -> str:
     notes = "".join(f"<p><small>{html.escape(n)}</small></p>" for n in (SPLIT_NOTE, PEAK_NOTE))
     says = "".join(f"<li>{html.escape(v)}</li>" for v in verdicts(result))
     return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>steadynorm: brain U-Net</title>'
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        "<title>steadynorm: brain U-Net</title>"
         "<style>body{font:15px/1.4 sans-serif;max-width:62em;margin:2em auto;padding:0 1em}"
         "table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .8em;text-align:left;"
-        "border-bottom:1px solid #ddd}img{max-width:100%}pre{background:#f4f4f4;padding:1em}</style>"
+        "border-bottom:1px solid #ddd}img{max-width:100%}pre{background:#f4f4f4;padding:1em}"
+        "</style>"
         "<h1>Brain U-Net: stock GroupNorm and steadynorm</h1>"
-        f"<p>{html.escape(result['device_name'])}, {result['steps']} steps an arm</p><ul>{says}</ul>"
+        f"<p>{html.escape(result['device_name'])}, {result['steps']} steps an arm</p>"
+        f"<ul>{says}</ul>"
         + html_table(("", *ARMS.values()), rows_of(result))
         + images
         + html_table(SITE_HEAD, site_rows(result))

@@ -17,7 +17,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 from options import parse_options  # noqa: E402
 
-LEARNING_RATE = 3e-2
+LEARNING_RATE = 1e-2
 CLIP = 1.0  # largest norm of the gradient
 WARM_UP = 0.1  # share of the steps
 SKIPPED_TIMES = 5  # first steps, left out of the time statistics: libraries warm up in them
@@ -86,22 +86,17 @@ def learning_rate_factor(step: int, steps: int) -> float:
     return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
 
 
-def make_loss(labels, device):
-    """Cross entropy weighted by the classes' inverse root frequency, plus 1 - soft Dice of grey
-    and white matter. labels: of the whole training part."""
-    import torch
+def make_loss():
+    """Cross entropy, plus 1 - soft Dice of grey and white matter."""
     import torch.nn.functional as F
 
-    share = torch.bincount(labels.flatten(), minlength=3).float() / labels.numel()
-    weight = (share.rsqrt() / share.rsqrt().mean()).to(device)
-
     def loss(scores, truth):
-        entropy = F.cross_entropy(scores, truth, weight=weight)
+        entropy = F.cross_entropy(scores, truth)
         p = scores.softmax(1)[:, 1:]
         t = F.one_hot(truth, 3).movedim(-1, 1)[:, 1:]
         over = (0, 2, 3, 4)
-        # Without tissue in the batch a small constant here makes a gradient that throws the
-        # weights about, and with them the two arms apart; 1 % of the voxels does not.
+        # With hardly any tissue in the batch a small constant here makes a gradient that throws
+        # the weights about, and with them the two arms apart; 1 % of the voxels does not.
         soft = 0.01 * truth.numel()
         dice = (2 * (p * t).sum(over) + soft) / (p.sum(over) + t.sum(over) + soft)
         return entropy + 1 - dice.mean()
@@ -149,7 +144,7 @@ def train(options, brain, arms: list[Arm], interrupt: Interrupt) -> None:
 
     device = options.device
     patches = data.Patches(brain, options.size, options.batch, options.seed)
-    loss_of = make_loss(patches.labels, device)
+    loss_of = make_loss()
     with tqdm(range(options.steps), "train", unit="step", mininterval=interval()) as bar:
         for step in bar:
             images, labels = patches.next()
@@ -177,19 +172,20 @@ def predict(options, brain, arm: Arm, interrupt: Interrupt):
 
     size, device = options.size, options.device
     batch = max(options.batch, 2**16 // size**3)
-    image = brain.normalised(brain.valid.t1)
+    image = brain.windowed(brain.valid.t1)
+    shape = brain.valid.t1.shape
     ramp = 1 - (torch.arange(size) + 0.5 - size / 2).abs() / (size / 2) + 1e-3
     weight = ramp[:, None, None] * ramp[:, None] * ramp
-    total = torch.zeros(3, *image.shape)
+    total = torch.zeros(3, *shape)
     total[0] = 1e-6  # where no window comes
-    starts = [data.window_starts(n, size, size // 2) for n in image.shape]
+    starts = [data.window_starts(n, size, size // 2) for n in shape]
     cubes = [
         tuple(slice(s, s + size) for s in (a, b, c))
         for a in starts[0]
         for b in starts[1]
         for c in starts[2]
     ]
-    cubes = [cube for cube in cubes if image[cube].any()]
+    cubes = [cube for cube in cubes if brain.valid.t1[cube].any()]
     with torch.no_grad():
         for i in tqdm(range(0, len(cubes), batch), f"validate {arm.name}", mininterval=interval()):
             some = cubes[i : i + batch]
@@ -224,7 +220,7 @@ def examine(options, brain, arms: list[Arm], interrupt: Interrupt) -> dict:
     for arm in arms:
         arm.norm_ms = measure.norm_ms(arm.model, arm.census, device)
     patches = data.Patches(brain, options.size, options.batch, options.seed)
-    loss_of = make_loss(patches.labels, device)
+    loss_of = make_loss()
     images, labels = patches.next()
     images, labels = unet.channels_last_input(images.to(device)), labels.to(device)
     for arm in arms:
@@ -326,8 +322,7 @@ def main(argv: list[str] | None = None) -> int:
     except (data.DataError, ValueError) as e:
         print(f"brain_unet: {e}", file=sys.stderr)
         return 2
-    thresholds = data.fit_thresholds(brain.train)
-    by_threshold = data.threshold_classes(brain.valid.t1, thresholds)
+    by_threshold = data.threshold_classes(brain.valid.t1, brain.thresholds)
     baseline = data.dice_scores(by_threshold, brain.valid.labels)
     arms = make_arms(options)
     interrupt = Interrupt()
@@ -336,7 +331,7 @@ def main(argv: list[str] | None = None) -> int:
     train(options, brain, arms, interrupt)
     predicted = examine(options, brain, arms, interrupt)
     result = summarise(options, brain, arms, baseline, interrupt.set)
-    result["baseline"]["thresholds"] = list(thresholds)
+    result["baseline"]["thresholds"] = list(brain.thresholds)
     report.write_json(result, options.out)
     print(report.table(result))
     report.write_pictures(result, brain, predicted.get("steadynorm"), options.out)

@@ -140,7 +140,7 @@ def test_both_arms_compute_the_same_function():
     torch.manual_seed(0)
     stock, ours = unet.UNet(8, 2, unet.stock_norm), unet.UNet(8, 2, unet.steady_norm)
     ours.load_state_dict(stock.state_dict())
-    x = unet.channels_last_input(torch.randn(1, 8, 8, 8))
+    x = unet.channels_last_input(torch.randn(1, 8, 8, 8, 2))
     torch.testing.assert_close(ours(x), stock(x), rtol=1e-4, atol=1e-5)
 
 
@@ -154,7 +154,7 @@ def test_receptive_field_is_what_gradients_reach(depth):
     grid = 2 ** (depth - 1)
     widest = 0
     for voxel in range(128, 128 + grid):
-        x = torch.ones(1, 1, 256, grid, grid, dtype=torch.float64, requires_grad=True)
+        x = torch.ones(1, 2, 256, grid, grid, dtype=torch.float64, requires_grad=True)
         net.double()(x)[:, :, voxel].sum().backward()
         reached = x.grad.abs().amax((0, 1, 3, 4)).nonzero().flatten()
         widest = max(widest, int(reached[-1] - reached[0]) + 1)
@@ -172,7 +172,8 @@ def test_parts_lie_a_receptive_field_apart_and_hold_a_patch(size, depth):
     patches = data.Patches(brain, size, 2, seed=3)
     again = data.Patches(brain, size, 2, seed=3)
     images, labels = patches.next()
-    assert images.shape == labels.shape == (2, size, size, size)
+    assert images.shape == (2, size, size, size, 2) and labels.shape == (2, size, size, size)
+    assert images.min() >= 0 and images.max() <= 2
     assert torch.equal(images, again.next()[0])
 
 
