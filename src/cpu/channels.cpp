@@ -10,7 +10,7 @@ namespace steadynorm::cpu {
 
 namespace {
 
-constexpr std::int64_t kChannels = 64;  // of an item of the sweeps below
+constexpr std::int64_t kChannels = 64;  // of an item of the sweeps below; a power of two
 
 void store(float value, const Parameter& parameter, void* to, std::int64_t i) {
   dispatch(parameter.dtype, [&](auto type) {
@@ -83,7 +83,8 @@ void ChannelSource::weights(std::int64_t first, std::int64_t count, float* to) c
   }
 }
 
-void ChannelSource::coefficients(std::int64_t first, std::int64_t count, Coefficients& k) const {
+template <bool kBackward>
+void ChannelSource::fill(std::int64_t first, std::int64_t count, Coefficients& k) const {
   const std::int64_t C = problem_.channels, D = problem_.channels_per_group();
   weights(first, count, k.weight);
   for (std::int64_t done = 0; done < count;) {
@@ -95,16 +96,26 @@ void ChannelSource::coefficients(std::int64_t first, std::int64_t count, Coeffic
   for (std::int64_t i = 0; i < count;) {
     const std::int64_t group = (first + i) / D, end = std::min(count, (group + 1) * D - first);
     const Statistics s = group_statistics(group);
-    const GroupMeans m = means == nullptr ? GroupMeans{0, 0} : means[group];
+    const GroupMeans m = kBackward && means != nullptr ? means[group] : GroupMeans{0, 0};
     for (; i < end; ++i) {
       k.mean_hi[i] = s.mean_hi;
       k.mean_lo[i] = s.mean_lo;
-      k.rstd[i] = s.rstd;
       k.scale[i] = k.weight[i] * s.rstd;
-      k.mean_dz[i] = m.dz;
-      k.mean_dz_normalized[i] = m.dz_normalized;
+      if constexpr (kBackward) {
+        k.rstd[i] = s.rstd;
+        k.mean_dz[i] = m.dz;
+        k.mean_dz_normalized[i] = m.dz_normalized;
+      }
     }
   }
+}
+
+void ChannelSource::forward_coefficients(std::int64_t first, std::int64_t count, Coefficients& k) const {
+  fill<false>(first, count, k);
+}
+
+void ChannelSource::backward_coefficients(std::int64_t first, std::int64_t count, Coefficients& k) const {
+  fill<true>(first, count, k);
 }
 
 void merge_unit_sums(const Problem& p, const Tree& tree, ChannelPlanes units, ChannelPlanes rows,
@@ -135,13 +146,16 @@ void group_mean_sweep(const Problem& p, const ChannelSource& source, ChannelPlan
   const std::int64_t D = p.channels_per_group();
   parallel(p.samples * p.groups, [&](std::int64_t begin, std::int64_t end) {
     float weight[kChannels];
+    ChannelSums block[kChannels];
     for (std::int64_t group = begin; group < end; ++group) {
-      RunningTree<ChannelSums> sums;
+      RunningTree<ChannelSums> sums;  // of blocks, which are aligned subtrees
       for (std::int64_t d = 0; d < D; d += kChannels) {
         const std::int64_t first = group * D + d, count = std::min(kChannels, D - d);
         source.weights(first, count, weight);
         for (std::int64_t i = 0; i < count; ++i)
-          sums.push(weighted(weight[i], rows.dz[first + i], rows.dz_normalized[first + i]));
+          block[i] = weighted(weight[i], rows.dz[first + i], rows.dz_normalized[first + i]);
+        reduce_tree(block, count);
+        sums.push(block[0]);
       }
       means[group] = group_means(sums.root(), static_cast<double>(p.group_size()));
     }

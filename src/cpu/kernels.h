@@ -17,14 +17,14 @@ namespace steadynorm::cpu {
 // Columns that one call of a column kernel takes at most: a kilobyte of each row, and its coefficients stay in L1.
 constexpr int kPanel = kChannelBlock;
 
-// What the formulas need beside an element: entry j for column j; a row kernel reads entry 0 for all of its row.
+// What the formulas need beside an element: column kernels read entry j for column j, row kernels entry r for row r.
 struct Coefficients {
   alignas(64) float mean_hi[kPanel];
   float mean_lo[kPanel];
-  float rstd[kPanel];
-  float weight[kPanel];
   float scale[kPanel];  // weight * rstd
   float bias[kPanel];
+  float rstd[kPanel];  // from here on for backward alone
+  float weight[kPanel];
   float mean_dz[kPanel];             // of the group, over weight * dz
   float mean_dz_normalized[kPanel];  // over weight * dz * normalized
 };
@@ -39,7 +39,7 @@ struct MutableArray {
   DType type;
 };
 
-// Elements offset + row * stride + column. A row kernel takes one row of any width, a column kernel width <= kPanel.
+// Elements offset + row * stride + column. Row kernels take at most kPanel rows, column kernels width <= kPanel.
 struct Tile {
   std::int64_t offset;
   std::int64_t rows;
@@ -60,7 +60,7 @@ struct Kernels {
   void (*row_apply)(Activation, Array x, MutableArray y, const Tile& tile, const Coefficients&);
   void (*column_apply)(Activation, Array x, MutableArray y, const Tile& tile, const Coefficients&);
 
-  // sum(dz) and sum(dz * normalized), rounded to fp32: of a contiguous unit of one channel ...
+  // sum(dz) and sum(dz * normalized), rounded to fp32: of each row, a contiguous unit of one channel ...
   void (*row_sums)(Activation, Array x, Array dy, const Tile& tile, const Coefficients&, float* dz, float* dz_normalized);
   // ... of each of width / length adjacent channels of `length` positions; coefficients come per value ...
   void (*run_sums)(Activation, Array x, Array dy, const Tile& tile, std::int64_t length, const Coefficients&, float* dz,
@@ -76,7 +76,11 @@ struct Kernels {
   void (*widen)(Array from, std::int64_t offset, std::int64_t count, float* to);
 };
 
-// The kernels for this machine.
+// The best kernels that this machine runs.
 const Kernels& kernels();
+
+// All that this machine runs, best first, and a null. For tests: use_kernels makes kernels() return that one.
+const Kernels* const* available_kernels();
+void use_kernels(const Kernels*);
 
 }  // namespace steadynorm::cpu

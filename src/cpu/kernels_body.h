@@ -2,8 +2,6 @@
 // The kernels, once. An isa file compiles this for its instruction set and exports the table that make_kernels returns.
 #pragma once
 
-#include <type_traits>
-
 #include "cpu/kernels_gradient.h"
 #include "cpu/kernels_moments.h"
 #include "cpu/vec.h"
@@ -12,9 +10,9 @@ namespace steadynorm::cpu {
 namespace {
 
 template <Activation A, bool kRow>
-void apply_block(const float* __restrict x, float* __restrict y, int count, const Coefficients& k) {
+void apply_block(const float* __restrict x, float* __restrict y, int count, const Coefficients& k, int row) {
   for (int j = 0; j < count; ++j) {
-    const int i = kRow ? 0 : j;
+    const int i = kRow ? row : j;
     const Statistics statistics{k.mean_hi[i], k.mean_lo[i], k.rstd[i]};
     y[j] = activate<A>(affine(centred(x[j], statistics), k.scale[i], k.bias[i]));
   }
@@ -29,7 +27,7 @@ void apply_tile(Activation activation, Array x, MutableArray y, const Tile& tile
         const std::int64_t offset = tile.offset + r * tile.stride + j;
         const int count = smaller(tile.width - j, kBlock);
         float* out = destination(y, offset, y_buffer);
-        apply_block<a.value, kRow>(load(x, offset, count, x_buffer), out, count, k);
+        apply_block<a.value, kRow>(load(x, offset, count, x_buffer), out, count, k, static_cast<int>(r));
         store(y, offset, count, out);
       }
     }

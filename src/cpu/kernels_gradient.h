@@ -15,10 +15,10 @@ namespace {
 
 // What the sums add: dz and dz * normalized.
 template <Activation A, bool kRow>
-void terms_block(const float* __restrict x, const float* __restrict dy, int count, const Coefficients& k,
+void terms_block(const float* __restrict x, const float* __restrict dy, int count, const Coefficients& k, int row,
                  float* __restrict dz, float* __restrict dz_normalized) {
   for (int j = 0; j < count; ++j) {
-    const int i = kRow ? 0 : j;
+    const int i = kRow ? row : j;
     const float from_mean = centred(x[j], {k.mean_hi[i], k.mean_lo[i], k.rstd[i]});
     dz[j] = activate_backward<A>(dy[j], affine(from_mean, k.scale[i], k.bias[i]));
     dz_normalized[j] = dz[j] * (from_mean * k.rstd[i]);
@@ -27,9 +27,9 @@ void terms_block(const float* __restrict x, const float* __restrict dy, int coun
 
 template <Activation A, bool kRow>
 void gradient_block(const float* __restrict x, const float* __restrict dy, float* __restrict dx, int count,
-                    const Coefficients& k) {
+                    const Coefficients& k, int row) {
   for (int j = 0; j < count; ++j) {
-    const int i = kRow ? 0 : j;
+    const int i = kRow ? row : j;
     const float from_mean = centred(x[j], {k.mean_hi[i], k.mean_lo[i], k.rstd[i]});
     const float dz = activate_backward<A>(dy[j], affine(from_mean, k.scale[i], k.bias[i]));
     dx[j] = input_gradient(k.weight[i], dz, from_mean * k.rstd[i], {k.mean_dz[i], k.mean_dz_normalized[i]}, k.rstd[i]);
@@ -38,15 +38,36 @@ void gradient_block(const float* __restrict x, const float* __restrict dy, float
 
 // ---- rows ----
 
+inline double lane_tree(const float* lane_sums, int lanes) {
+  double nodes[kLanes];
+  for (int l = 0; l < lanes; ++l) nodes[l] = static_cast<double>(lane_sums[l]);
+  for (int step = 1; step < lanes; step *= 2)
+    for (int l = 0; l + step < lanes; l += 2 * step) nodes[l] += nodes[l + step];
+  return nodes[0];
+}
+
+// Fewer terms than a row: lanes hold one v each. The seven missing ones add +0, once for all.
+inline double short_leaf_sum(const float* terms, int length) {
+  float lane_sums[kLanes], last[kLaneWidth] = {};
+  const int full = length / kLaneWidth, rest = length % kLaneWidth;
+  sum_lanes(terms, full, lane_sums);
+  for (int j = 0; j < rest; ++j) last[j] = terms[full * kLaneWidth + j];
+  if (rest != 0) sum_lanes(last, 1, lane_sums + full);
+  const int lanes = full + (rest != 0);
+  for (int l = 0; l < lanes; ++l) lane_sums[l] += 0.0f;
+  return lane_tree(lane_sums, lanes);
+}
+
 // The sum of a contiguous leaf of up to 2048 terms: columns (v), lanes (j) in fp32, then lanes in double.
 inline double leaf_sum(const float* terms, int length) {
+  if (length < kLeafRow) return short_leaf_sum(terms, length);
   alignas(64) float tail[kLeafRow], columns[kLeafRow], lane_sums[kLanes];
   alignas(64) static constexpr float kZeros[kLeafRow] = {};
   const int ragged = length % kLeafRow;
   Rows rows{};
   rows.present = (length + kLeafRow - 1) / kLeafRow;
   rows.rounded = round_rows(rows.present);
-  rows.width = length >= kLeafRow ? kLeafRow : (length + kLaneWidth - 1) / kLaneWidth * kLaneWidth;
+  rows.width = kLeafRow;
   for (int v = 0; v < rows.rounded; ++v) rows.row[v] = v < rows.present ? terms + v * kLeafRow : kZeros;
   if (ragged != 0) {
     const float* last = rows.row[rows.present - 1];
@@ -55,13 +76,8 @@ inline double leaf_sum(const float* terms, int length) {
     rows.row[rows.present - 1] = tail;
   }
   dispatch_rows(rows.rounded, [&](auto r) { sum_columns<r.value>(rows, columns); });
-  const int lanes = rows.width / kLaneWidth;
-  sum_lanes(columns, lanes, lane_sums);
-  double nodes[kLanes];
-  for (int l = 0; l < lanes; ++l) nodes[l] = static_cast<double>(lane_sums[l]);
-  for (int step = 1; step < lanes; step *= 2)
-    for (int l = 0; l + step < lanes; l += 2 * step) nodes[l] += nodes[l + step];
-  return nodes[0];
+  sum_lanes(columns, kLanes, lane_sums);
+  return lane_tree(lane_sums, kLanes);
 }
 
 void row_sums(Activation activation, Array x, Array dy, const Tile& tile, const Coefficients& k, float* dz,
@@ -69,20 +85,22 @@ void row_sums(Activation activation, Array x, Array dy, const Tile& tile, const 
   dispatch(activation, [&](auto a) {
     alignas(64) float x_buffer[kBlock], dy_buffer[kBlock];
     alignas(64) float dz_terms[kContiguousLeaf], dz_normalized_terms[kContiguousLeaf];
-    RunningTree<ChannelSums> tree;
-    for (std::int64_t leaf = 0; leaf < tile.width; leaf += kContiguousLeaf) {
-      const int length = smaller(tile.width - leaf, kContiguousLeaf);
-      for (int i = 0; i < length; i += kBlock) {
-        const std::int64_t offset = tile.offset + leaf + i;
-        const int count = smaller(length - i, kBlock);
-        terms_block<a.value, true>(load(x, offset, count, x_buffer), load(dy, offset, count, dy_buffer), count, k,
-                                   dz_terms + i, dz_normalized_terms + i);
+    for (std::int64_t r = 0; r < tile.rows; ++r) {
+      RunningTree<ChannelSums> tree;
+      for (std::int64_t leaf = 0; leaf < tile.width; leaf += kContiguousLeaf) {
+        const int length = smaller(tile.width - leaf, kContiguousLeaf);
+        for (int i = 0; i < length; i += kBlock) {
+          const std::int64_t offset = tile.offset + r * tile.stride + leaf + i;
+          const int count = smaller(length - i, kBlock);
+          terms_block<a.value, true>(load(x, offset, count, x_buffer), load(dy, offset, count, dy_buffer), count, k,
+                                     static_cast<int>(r), dz_terms + i, dz_normalized_terms + i);
+        }
+        tree.push({leaf_sum(dz_terms, length), leaf_sum(dz_normalized_terms, length)});
       }
-      tree.push({leaf_sum(dz_terms, length), leaf_sum(dz_normalized_terms, length)});
+      const ChannelSums sums = tree.root();
+      dz[r] = static_cast<float>(sums.dz);
+      dz_normalized[r] = static_cast<float>(sums.dz_normalized);
     }
-    const ChannelSums sums = tree.root();
-    *dz = static_cast<float>(sums.dz);
-    *dz_normalized = static_cast<float>(sums.dz_normalized);
   });
 }
 
@@ -92,7 +110,7 @@ void run_sums(Activation activation, Array x, Array dy, const Tile& tile, std::i
     alignas(64) float x_buffer[kPanel], dy_buffer[kPanel], dz_terms[kPanel], dz_normalized_terms[kPanel];
     const int count = static_cast<int>(tile.width), n = static_cast<int>(length);
     terms_block<a.value, false>(load(x, tile.offset, count, x_buffer), load(dy, tile.offset, count, dy_buffer), count, k,
-                                dz_terms, dz_normalized_terms);
+                                0, dz_terms, dz_normalized_terms);
     if (n == 1) {  // one value and its missing partners
       for (int i = 0; i < count; ++i) dz[i] = dz_terms[i] + 0.0f;
       for (int i = 0; i < count; ++i) dz_normalized[i] = dz_normalized_terms[i] + 0.0f;
@@ -130,7 +148,7 @@ void column_sums(Activation activation, Array x, Array dy, const Tile& tile, std
         const int present = smaller(end - s, kMicroBatchRows);
         for (int v = 0; v < present; ++v) {
           const std::int64_t offset = tile.offset + (s + v) * tile.stride;
-          terms_block<a.value, false>(load(x, offset, width, x_buffer), load(dy, offset, width, dy_buffer), width, k,
+          terms_block<a.value, false>(load(x, offset, width, x_buffer), load(dy, offset, width, dy_buffer), width, k, 0,
                                       dz_terms[v], dz_normalized_terms[v]);
         }
         ColumnNode& node = s == begin ? leaf : micro_batch;
@@ -158,7 +176,7 @@ void gradient_tile(Activation activation, Array x, Array dy, MutableArray dx, co
         const int count = smaller(tile.width - j, kBlock);
         float* out = destination(dx, offset, dx_buffer);
         gradient_block<a.value, kRow>(load(x, offset, count, x_buffer), load(dy, offset, count, dy_buffer), out, count,
-                                      k);
+                                      k, static_cast<int>(r));
         store(dx, offset, count, out);
       }
     }

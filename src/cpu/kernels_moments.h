@@ -73,11 +73,11 @@ inline bool lane_is_exact(const Rows& rows, const float* centre, float q, int la
 inline Moments leaf_moments(const float* x, int length) {
   alignas(64) float tail[kLeafRow], centre[kLeafRow], d_columns[kLeafRow], q_columns[kLeafRow];
   alignas(64) float d[kLanes], q[kLanes], m[kLanes];
-  const int ragged = length % kLeafRow;
   Rows rows{};
   rows.present = (length + kLeafRow - 1) / kLeafRow;
   rows.rounded = round_rows(rows.present);
   rows.width = length >= kLeafRow ? kLeafRow : (length + kLaneWidth - 1) / kLaneWidth * kLaneWidth;
+  const int ragged = length % rows.width == 0 ? 0 : length % kLeafRow;
   for (int v = 0; v < rows.present; ++v) rows.row[v] = x + v * kLeafRow;
   if (ragged != 0) {
     const float* last = rows.row[rows.present - 1];

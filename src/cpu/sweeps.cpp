@@ -10,52 +10,67 @@ namespace steadynorm::cpu {
 namespace {
 
 // Contiguous channels this short are processed several at once, with a coefficient per value.
-constexpr std::int64_t kShortChannel = kPanel / 2;
+constexpr std::int64_t kShortChannel = 16;
 
 // Values of an elementwise item, about: enough to hide its coefficients and its hand-out.
 constexpr std::int64_t kItemValues = 16384;
 
 using Field = float (Coefficients::*)[kPanel];
-constexpr Field kFields[] = {&Coefficients::mean_hi, &Coefficients::mean_lo, &Coefficients::rstd,
-                             &Coefficients::weight,  &Coefficients::scale,   &Coefficients::bias,
+constexpr Field kFields[] = {&Coefficients::mean_hi, &Coefficients::mean_lo, &Coefficients::scale,
+                             &Coefficients::bias,    &Coefficients::rstd,    &Coefficients::weight,
                              &Coefficients::mean_dz, &Coefficients::mean_dz_normalized};
 
+// How many of the fields a sweep reads, and how it gets them.
+struct Pass {
+  int fields;
+  void (ChannelSource::*coefficients)(std::int64_t, std::int64_t, Coefficients&) const;
+};
+constexpr Pass kApply{4, &ChannelSource::forward_coefficients};
+constexpr Pass kSums{5, &ChannelSource::backward_coefficients};
+constexpr Pass kGradient{8, &ChannelSource::backward_coefficients};
+
 // a b -> a a a b b b
-void repeat_each(Coefficients& k, std::int64_t count, std::int64_t times) {
+void repeat_each(Coefficients& k, const Pass& pass, std::int64_t count, std::int64_t times) {
   if (times == 1) return;
-  for (const Field field : kFields)
-    for (std::int64_t i = count - 1; i >= 0; --i) std::fill_n((k.*field) + i * times, times, (k.*field)[i]);
+  for (int f = 0; f < pass.fields; ++f) {
+    float* values = k.*kFields[f];
+    for (std::int64_t i = count - 1; i >= 0; --i) {
+      const float value = values[i];
+      for (std::int64_t t = 0; t < times; ++t) values[i * times + t] = value;
+    }
+  }
 }
 
 // a b -> a b a b a b
-void repeat_all(Coefficients& k, std::int64_t count, std::int64_t times) {
-  for (const Field field : kFields)
-    for (std::int64_t t = 1; t < times; ++t) std::copy_n(k.*field, count, (k.*field) + t * count);
+void repeat_all(Coefficients& k, const Pass& pass, std::int64_t count, std::int64_t times) {
+  for (int f = 0; f < pass.fields; ++f)
+    for (std::int64_t t = 1; t < times; ++t) std::copy_n(k.*kFields[f], count, (k.*kFields[f]) + t * count);
 }
 
-// Hands body(row?, tile, coefficients) the whole of x, piece by piece; row: entry 0 of the coefficients serves all.
+// Contiguous channels per item of a sweep over whole channels, all samples' channels in a row.
+std::int64_t channels_per_item(std::int64_t S) {
+  return S <= kShortChannel ? kPanel / S : std::clamp<std::int64_t>(kItemValues / S, 1, kPanel);
+}
+
+// Hands body(row?, tile, coefficients) the whole of x, piece by piece.
 template <class Body>
-void elementwise_sweep(const Problem& p, const ChannelSource& source, const ParallelFor& parallel, const Body& body) {
+void elementwise_sweep(const Problem& p, const ChannelSource& source, const Pass& pass, const ParallelFor& parallel,
+                       const Body& body) {
   const std::int64_t N = p.samples, C = p.channels, S = p.positions;
-  if (p.layout == Layout::contiguous && S <= kShortChannel) {
-    const std::int64_t channels = kPanel / S;
-    parallel(divide_up(N * C, channels), [&](std::int64_t begin, std::int64_t end) {
+  if (p.layout == Layout::contiguous) {
+    const std::int64_t channels = channels_per_item(S), parts = divide_up(S, kItemValues);
+    parallel(divide_up(N * C, channels) * parts, [&](std::int64_t begin, std::int64_t end) {
       Coefficients k{};
       for (std::int64_t item = begin; item < end; ++item) {
-        const std::int64_t first = item * channels, count = std::min(channels, N * C - first);
-        source.coefficients(first, count, k);
-        repeat_each(k, count, S);
-        body(false, Tile{first * S, 1, 0, count * S}, k);
-      }
-    });
-  } else if (p.layout == Layout::contiguous) {
-    const std::int64_t parts = divide_up(S, kItemValues);
-    parallel(N * C * parts, [&](std::int64_t begin, std::int64_t end) {
-      Coefficients k{};
-      for (std::int64_t item = begin; item < end; ++item) {
-        const std::int64_t channel = item / parts, s = item % parts * kItemValues;
-        source.coefficients(channel, 1, k);
-        body(true, Tile{channel * S + s, 1, 0, std::min(kItemValues, S - s)}, k);
+        const std::int64_t first = item / parts * channels, s = item % parts * kItemValues;
+        const std::int64_t count = std::min(channels, N * C - first);
+        (source.*pass.coefficients)(first, count, k);
+        if (S <= kShortChannel) {
+          repeat_each(k, pass, count, S);
+          body(false, Tile{first * S, 1, 0, count * S}, k);
+        } else {
+          body(true, Tile{first * S + s, count, S, std::min(kItemValues, S - s)}, k);
+        }
       }
     });
   } else {
@@ -70,8 +85,8 @@ void elementwise_sweep(const Problem& p, const ChannelSource& source, const Para
         const std::int64_t n = item / (parts * panels), c = item % panels * kPanel;
         const std::int64_t s = item / panels % parts * positions, here = std::min(positions, S - s);
         const std::int64_t count = std::min(width, C - c), offset = (n * S + s) * C + c;
-        source.coefficients(n * C + c, count, k);
-        repeat_all(k, count, times);
+        (source.*pass.coefficients)(n * C + c, count, k);
+        repeat_all(k, pass, count, times);
         const std::int64_t rows = here / times, rest = here % times;
         body(false, Tile{offset, rows, times * C, times * count}, k);
         if (rest > 0) body(false, Tile{offset + rows * times * C, 1, 0, rest * count}, k);
@@ -142,7 +157,7 @@ Moments merge_roots(const Tree& tree, Moments* roots) {
 
 void apply_sweep(const Problem& p, const ChannelSource& source, const void* x, void* y, const ParallelFor& parallel) {
   const Kernels& kernel = kernels();
-  elementwise_sweep(p, source, parallel, [&](bool row, const Tile& tile, const Coefficients& k) {
+  elementwise_sweep(p, source, kApply, parallel, [&](bool row, const Tile& tile, const Coefficients& k) {
     (row ? kernel.row_apply : kernel.column_apply)(p.activation, {x, p.x}, {y, p.y}, tile, k);
   });
 }
@@ -150,7 +165,7 @@ void apply_sweep(const Problem& p, const ChannelSource& source, const void* x, v
 void gradient_sweep(const Problem& p, const ChannelSource& source, const void* x, const void* dy, void* dx,
                     const ParallelFor& parallel) {
   const Kernels& kernel = kernels();
-  elementwise_sweep(p, source, parallel, [&](bool row, const Tile& tile, const Coefficients& k) {
+  elementwise_sweep(p, source, kGradient, parallel, [&](bool row, const Tile& tile, const Coefficients& k) {
     (row ? kernel.row_gradient : kernel.column_gradient)(p.activation, {x, p.x}, {dy, p.y}, {dx, p.x}, tile, k);
   });
 }
@@ -160,16 +175,20 @@ void unit_sums(const Problem& p, const Tree& tree, const ChannelSource& source, 
   const Kernels& kernel = kernels();
   const Array input{x, p.x}, gradient{dy, p.y};
   const std::int64_t N = p.samples, C = p.channels, S = p.positions;
-  if (p.layout == Layout::contiguous && S <= kShortChannel) {  // one spatial unit: units are [N, C]
-    const std::int64_t channels = kPanel / S;
+  if (p.layout == Layout::contiguous && tree.spatial_units == 1) {  // units are [N, C]
+    const std::int64_t channels = channels_per_item(S);
     parallel(divide_up(N * C, channels), [&](std::int64_t begin, std::int64_t end) {
       Coefficients k{};
       for (std::int64_t item = begin; item < end; ++item) {
         const std::int64_t first = item * channels, count = std::min(channels, N * C - first);
-        source.coefficients(first, count, k);
-        repeat_each(k, count, S);
-        kernel.run_sums(p.activation, input, gradient, {first * S, 1, 0, count * S}, S, k, units.dz + first,
-                        units.dz_normalized + first);
+        float *dz = units.dz + first, *dz_normalized = units.dz_normalized + first;
+        source.backward_coefficients(first, count, k);
+        if (S <= kShortChannel) {
+          repeat_each(k, kSums, count, S);
+          kernel.run_sums(p.activation, input, gradient, {first * S, 1, 0, count * S}, S, k, dz, dz_normalized);
+        } else {
+          kernel.row_sums(p.activation, input, gradient, {first * S, count, S, S}, k, dz, dz_normalized);
+        }
       }
     });
   } else if (p.layout == Layout::contiguous) {
@@ -179,7 +198,7 @@ void unit_sums(const Problem& p, const Tree& tree, const ChannelSource& source, 
         const std::int64_t channel = item / tree.spatial_units, unit = item % tree.spatial_units;
         const std::int64_t n = channel / C, c = channel % C, s = tree.unit_begin(unit);
         const std::int64_t to = (n * tree.spatial_units + unit) * C + c;
-        source.coefficients(channel, 1, k);
+        source.backward_coefficients(channel, 1, k);
         kernel.row_sums(p.activation, input, gradient, {channel * S + s, 1, 0, tree.unit_end(unit) - s}, k,
                         units.dz + to, units.dz_normalized + to);
       }
@@ -192,7 +211,7 @@ void unit_sums(const Problem& p, const Tree& tree, const ChannelSource& source, 
         const std::int64_t c = item % panels * kPanel, place = item / panels;
         const std::int64_t n = place / tree.spatial_units, s = tree.unit_begin(place % tree.spatial_units);
         const std::int64_t count = std::min<std::int64_t>(kPanel, C - c);
-        source.coefficients(n * C + c, count, k);
+        source.backward_coefficients(n * C + c, count, k);
         const Tile tile{(n * S + s) * C + c, tree.unit_end(place % tree.spatial_units) - s, C, count};
         kernel.column_sums(p.activation, input, gradient, tile, tree.leaf_positions, k, units.dz + place * C + c,
                            units.dz_normalized + place * C + c);

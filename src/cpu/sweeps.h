@@ -27,12 +27,15 @@ class ChannelSource {
   const GroupMeans* means = nullptr;  // [N, G]; null in forward
 
   // Entries [0, count) for channels first, first + 1, ... of all samples' channels in a row: first = n * C + c.
-  void coefficients(std::int64_t first, std::int64_t count, Coefficients&) const;
+  void forward_coefficients(std::int64_t first, std::int64_t count, Coefficients&) const;
+  void backward_coefficients(std::int64_t first, std::int64_t count, Coefficients&) const;
   // The weights of the same channels, in fp32.
   void weights(std::int64_t first, std::int64_t count, float* to) const;
   void write_statistics(std::int64_t group, float* statistics) const;
 
  private:
+  template <bool kBackward>
+  void fill(std::int64_t first, std::int64_t count, Coefficients&) const;
   void parameter(const Parameter&, const void* data, float missing, std::int64_t n, std::int64_t c, std::int64_t count,
                  float* to) const;
   Statistics group_statistics(std::int64_t group) const;

@@ -2,6 +2,7 @@
 // Each clause of docs/numerics.md, "What the bits depend on", by memcmp.
 #include <gtest/gtest.h>
 
+#include "cpu/kernels.h"
 #include "cpu/run_cpu.h"
 #include "support/bits.h"
 
@@ -69,6 +70,22 @@ TEST(CpuBits, DoNotDependOnThreadsOrRanges) {
   }
 }
 
+TEST(CpuBits, DoNotDependOnTheInstructionSet) {
+  std::uint64_t seed = 50;
+  for (const Problem& p : problems(20)) {
+    const Inputs in(p, make_data(p, Kind::normal, ++seed));
+    const Forward forward = run_forward(p, in);
+    const Backward backward = run_backward(p, in, forward.statistics);
+    for (const cpu::Kernels* const* k = cpu::available_kernels(); *k != nullptr; ++k) {
+      cpu::use_kernels(*k);
+      expect_same(describe(p) + ", " + (*k)->name, p, run_forward(p, in), forward);
+      expect_same(describe(p) + ", " + (*k)->name, run_backward(p, in, forward.statistics), backward);
+    }
+    cpu::use_kernels(nullptr);
+    if (HasFailure()) return;
+  }
+}
+
 TEST(CpuBits, OfASampleDoNotDependOnItsBatch) {
   std::uint64_t seed = 100;
   for (const Problem& p : problems(12)) {
@@ -95,8 +112,9 @@ TEST(CpuBits, OfASampleDoNotDependOnItsBatch) {
       if (p.weight.shape == ParameterShape::per_sample) {
         EXPECT_TRUE(same_bits(name + ", dweight", b.dweight, row(p.weight, backward.dweight), {p.channels}));
       }
-      if (p.bias.shape == ParameterShape::per_sample)
+      if (p.bias.shape == ParameterShape::per_sample) {
         EXPECT_TRUE(same_bits(name + ", dbias", b.dbias, row(p.bias, backward.dbias), {p.channels}));
+      }
     }
     if (HasFailure()) return;
   }

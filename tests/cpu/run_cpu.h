@@ -41,7 +41,7 @@ struct Wanted {
 class Workspace {
  public:
   explicit Workspace(std::size_t bytes) : data_(static_cast<unsigned char*>(std::aligned_alloc(64, bytes))) {
-    std::memset(data_.get(), 0xff, bytes);
+    std::fill_n(data_.get(), bytes, static_cast<unsigned char>(0xff));
   }
   void* get() const { return data_.get(); }
 
@@ -54,7 +54,7 @@ class Workspace {
 
 inline Array rubbish(DType dtype, std::int64_t count) {
   Array array(dtype, count);
-  std::memset(array.data(), 0xff, array.bytes.size());
+  std::fill(array.bytes.begin(), array.bytes.end(), static_cast<unsigned char>(0xff));
   return array;
 }
 
