@@ -37,27 +37,6 @@ def test_fake_tensors_have_the_strides_of_real_ones(shape, last):
         assert (fake.shape, fake.stride(), fake.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
 
 
-@pytest.mark.parametrize("dimensions", (4, 5))
-@pytest.mark.parametrize("pointwise", (torch.relu, lambda x: x * 2, lambda x: x.clone()))
-def test_symbolic_sizes_keep_channels_last(dimensions, pointwise):
-    # x * 2 is made by torch.empty(memory_format=channels_last), whose symbolic form forgets that it is that.
-    x = torch.randn(2, 6, *range(4, 2 + dimensions)).contiguous(memory_format=FORMATS[dimensions])
-    call = torch.compile(
-        lambda x: group_norm(group_norm(pointwise(x), 3) * 2, 3),
-        dynamic=True,
-        backend="aot_eager",
-        fullgraph=True,
-    )
-    leaf = x.clone().requires_grad_()
-    y = call(leaf)
-    y.square().sum().backward()
-    assert y.stride() == leaf.grad.stride() == x.stride()
-    graph = make_fx(lambda x: group_norm(pointwise(x), 3), tracing_mode="symbolic")(x)
-    (node,) = (n for n in graph.graph.nodes if n.target is torch.ops.steadynorm.group_norm_forward.default)
-    y, _ = node.meta["val"]
-    assert not y.is_contiguous() and y.is_contiguous(memory_format=FORMATS[dimensions])
-
-
 class Block(torch.nn.Module):
     def __init__(self, dimensions, activation):
         super().__init__()
@@ -99,8 +78,7 @@ def test_compile_without_a_graph_break(backend, dynamic, dimensions, last):
 
 
 @pytest.mark.parametrize("dynamic", (False, True))
-@pytest.mark.parametrize("activation", ("none", "relu"))
-def test_compile_uses_one_graph_with_the_inner_operators(activation, dynamic):
+def test_compile_uses_one_graph_with_the_inner_operators(dynamic):
     graphs = {"forward": [], "backward": []}
     compile_forward, compile_backward = (
         lambda module, _, key=key: graphs[key].append(module) or module for key in graphs
@@ -114,7 +92,7 @@ def test_compile_uses_one_graph_with_the_inner_operators(activation, dynamic):
     )
     s = sample((2, 6, 4, 5), 3, dtype=torch.float32, last=True).requires_grad()
     call = torch.compile(
-        lambda x, w, b: group_norm(x, 3, w, b, activation=activation),
+        lambda x, w, b: group_norm(x, 3, w, b, activation="relu"),
         fullgraph=True,
         dynamic=dynamic,
         backend=backend,
