@@ -17,7 +17,7 @@ function(steadynorm_target_properties target)
     PRIVATE ${PROJECT_SOURCE_DIR}/src)
   target_compile_options(${target} PRIVATE
     $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>
-    $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 -fmad=false --generate-line-info -Xcompiler=-ffp-contract=off>)
+    $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 -fmad=false -Xcompiler=-ffp-contract=off>)
   if(PROJECT_IS_TOP_LEVEL)
     # nvcc's own generated host code does not survive -Wpedantic. GCC only guesses at maybe-uninitialized, and wrongly
     # for a buffer that one branch fills and the other does not return.
