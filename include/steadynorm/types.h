@@ -2,8 +2,10 @@
 // The words of the interface: dtypes, layouts, activations, and the three kinds of error.
 #pragma once
 
+#include <cstddef>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace steadynorm {
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The aligned binary tree of core/tree.h over a stream of items: what reduce_tree gives, in logarithmic memory.
-// A binary counter: bit k of the number of items says whether a finished node of 2^k items waits at level k.
+// The aligned binary tree of core/tree.h over a stream of items: what reduce_tree gives, in logarithmic
+// memory. A binary counter: bit k of the number of items says whether a finished node of 2^k items waits at
+// level k.
 #pragma once
 
 #include <cstdint>

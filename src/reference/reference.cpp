@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The definition of GroupNorm, in the order in which one would write it on paper. Values inside are long double, so
-// that closed forms come out exact to double; nothing is shared with core's formulas, or it could not judge them.
+// The definition of GroupNorm, in the order in which one would write it on paper. Values inside are long
+// double, so that closed forms come out exact to double; nothing is shared with core's formulas, or it could
+// not judge them.
 #include "steadynorm/reference.h"
 
 #include <algorithm>
@@ -87,21 +88,30 @@ Real through_activation(Activation activation, Real dy, Real z) {
 
 double activate(Activation activation, double z) {
   switch (activation) {
-    case Activation::none: return z;
-    case Activation::relu: return z <= 0 ? 0 : z;
-    case Activation::silu: return z / (1 + std::exp(-z));
-    case Activation::gelu: return z * (0.5 * std::erfc(-z / kSqrt2));
-    case Activation::gelu_tanh: return 0.5 * z * (1 + std::tanh(kSqrt2OverPi * (z + kCubic * z * z * z)));
+    case Activation::none:
+      return z;
+    case Activation::relu:
+      return z <= 0 ? 0 : z;
+    case Activation::silu:
+      return z / (1 + std::exp(-z));
+    case Activation::gelu:
+      return z * (0.5 * std::erfc(-z / kSqrt2));
+    case Activation::gelu_tanh:
+      return 0.5 * z * (1 + std::tanh(kSqrt2OverPi * (z + kCubic * z * z * z)));
   }
   return z;
 }
 
 double activate_derivative(Activation activation, double z) {
   switch (activation) {
-    case Activation::none: return 1;
-    case Activation::relu: return z <= 0 ? 0 : 1;
-    case Activation::silu: return (1 + z / (1 + std::exp(z))) / (1 + std::exp(-z));
-    case Activation::gelu: return 0.5 * std::erfc(-z / kSqrt2) + z * std::exp(-0.5 * z * z) / kSqrt2Pi;
+    case Activation::none:
+      return 1;
+    case Activation::relu:
+      return z <= 0 ? 0 : 1;
+    case Activation::silu:
+      return (1 + z / (1 + std::exp(z))) / (1 + std::exp(-z));
+    case Activation::gelu:
+      return 0.5 * std::erfc(-z / kSqrt2) + z * std::exp(-0.5 * z * z) / kSqrt2Pi;
     case Activation::gelu_tanh: {
       const double t = std::tanh(kSqrt2OverPi * (z + kCubic * z * z * z));
       const double bell = 1 - t * t;
@@ -171,8 +181,8 @@ void backward(const Problem& p, const double* x, const double* dy, const double*
       for_each(p, g, [&](std::int64_t c, std::int64_t s) {
         const std::int64_t i = element(p, n, c, s);
         const Real weighted = affine.weight(n, c) * dz(c, i);
-        dx[i] = static_cast<double>(group.rstd *
-                                    (weighted - mean_of_dz - normalized(i) * mean_of_dz_normalized));
+        dx[i] =
+            static_cast<double>(group.rstd * (weighted - mean_of_dz - normalized(i) * mean_of_dz_normalized));
       });
     }
 }

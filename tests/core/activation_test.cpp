@@ -25,26 +25,34 @@ double tanh_argument(double z) { return 2 * std::sqrt(2 / M_PI) * (z + 0.044715 
 
 double value_of(Activation activation, double z) {
   switch (activation) {
-    case Activation::silu: return z * logistic(z);
-    case Activation::gelu: return z * 0.5 * std::erfc(-z / std::sqrt(2.0));
-    case Activation::gelu_tanh: return z * logistic(tanh_argument(z));
-    case Activation::relu: return std::fmax(z, 0);
-    case Activation::none: break;
+    case Activation::silu:
+      return z * logistic(z);
+    case Activation::gelu:
+      return z * 0.5 * std::erfc(-z / std::sqrt(2.0));
+    case Activation::gelu_tanh:
+      return z * logistic(tanh_argument(z));
+    case Activation::relu:
+      return std::fmax(z, 0);
+    case Activation::none:
+      break;
   }
   return z;
 }
 
 double derivative_of(Activation activation, double z) {
   switch (activation) {
-    case Activation::silu: return logistic(z) * (1 + z * logistic(-z));
+    case Activation::silu:
+      return logistic(z) * (1 + z * logistic(-z));
     case Activation::gelu:
       return 0.5 * std::erfc(-z / std::sqrt(2.0)) + z * std::exp(-z * z / 2) / std::sqrt(2 * M_PI);
     case Activation::gelu_tanh: {
       const double t = tanh_argument(z), slope = 2 * std::sqrt(2 / M_PI) * (1 + 3 * 0.044715 * z * z);
       return logistic(t) * (1 + z * logistic(-t) * slope);
     }
-    case Activation::relu: return z > 0 ? 1 : 0;
-    case Activation::none: break;
+    case Activation::relu:
+      return z > 0 ? 1 : 0;
+    case Activation::none:
+      break;
   }
   return 1;
 }
@@ -57,7 +65,8 @@ float backward(Activation activation, float dy, float z) {
   return dispatch(activation, [&](auto a) { return activate_backward<decltype(a)::value>(dy, z); });
 }
 
-// f(z) for fp32 values of both signs from 2^-40 to 40: equally many of each binade, in no regular pattern of bits.
+// f(z) for fp32 values of both signs from 2^-40 to 40: equally many of each binade, in no regular pattern of
+// bits.
 template <class F>
 void sweep(F&& f) {
   for (std::uint32_t bits = bits_of(0x1p-40f); bits <= bits_of(40.0f); bits += 1009) {
@@ -151,7 +160,8 @@ TEST(ActivationSaturation, GeluTanhGradientOfHugeNegativeZIsNotNan) {
 }
 
 TEST(ActivationInfinity, IsWhatTheDefinitionGives) {
-  for (const Activation activation : kAll) EXPECT_EQ(value(activation, kInfinity), kInfinity) << to_string(activation);
+  for (const Activation activation : kAll)
+    EXPECT_EQ(value(activation, kInfinity), kInfinity) << to_string(activation);
   EXPECT_EQ(value(Activation::none, -kInfinity), -kInfinity);
   EXPECT_EQ(value(Activation::relu, -kInfinity), 0);
   for (const Activation activation : kSmooth)  // -inf * 0

@@ -51,7 +51,8 @@ TEST(MomentsMerge, IsTheMomentsOfTheUnion) {
     const Moments merged = merge(moments_of(a), moments_of(b)), exact = moments_of(joined(a, b));
     ASSERT_EQ(merged.count, exact.count);
     ASSERT_NEAR(merged.mean, exact.mean, 4e-16 * offset);
-    // A mean in double is off by 2^-53 of itself, and the difference of two means by as much: M2 sees delta^2.
+    // A mean in double is off by 2^-53 of itself, and the difference of two means by as much: M2 sees
+    // delta^2.
     ASSERT_NEAR(merged.m2, exact.m2, exact.m2 * 1e-14 + exact.count * offset * 1e-15);
   }
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Storage types against the definition of a binary format, written with ldexp and nearbyint rather than with bits.
+// Storage types against the definition of a binary format, written with ldexp and nearbyint rather than with
+// bits.
 #include "core/numeric.h"
 
 #include <algorithm>
@@ -31,13 +32,16 @@ double decode(const Format& f, unsigned bits) {
   return sign * std::ldexp((1u << f.fraction_bits) + fraction, exponent - f.bias() - f.fraction_bits);
 }
 
-// The nearest value of the format, ties to even: nearbyint in units of the last place, under the default rounding mode.
+// The nearest value of the format, ties to even: nearbyint in units of the last place, under the default
+// rounding mode.
 double nearest(const Format& f, double value) {
   if (value == 0 || std::isinf(value)) return value;
   const int unit = std::max(std::ilogb(value), 1 - f.bias()) - f.fraction_bits;
   const double rounded = std::ldexp(std::nearbyint(std::ldexp(value, -unit)), unit);
-  const double limit = std::ldexp(1, f.bias() + 1);  // the first value that the format would need a larger exponent for
-  return std::fabs(rounded) >= limit ? std::copysign(std::numeric_limits<double>::infinity(), value) : rounded;
+  const double limit =
+      std::ldexp(1, f.bias() + 1);  // the first value that the format would need a larger exponent for
+  return std::fabs(rounded) >= limit ? std::copysign(std::numeric_limits<double>::infinity(), value)
+                                     : rounded;
 }
 
 template <class T>
@@ -74,7 +78,8 @@ void expect_rounds_to_nearest_even(const Format& f) {
       expect_nearest<T>(f, -value);
     }
   }
-  for (std::uint64_t bits = 0; bits < (std::uint64_t{1} << 32); bits += 2099) {  // and all of fp32's range, sampled
+  for (std::uint64_t bits = 0; bits < (std::uint64_t{1} << 32);
+       bits += 2099) {  // and all of fp32's range, sampled
     const float value = float_of(static_cast<std::uint32_t>(bits));
     if (!std::isnan(value)) expect_nearest<T>(f, value);
   }
@@ -92,7 +97,8 @@ void expect_values_survive_a_round_trip(const Format& f) {
 template <class T>
 void expect_nan_stays_nan(const Format& f) {
   // Payloads whose high bits are zero would become infinity if they were only cut off.
-  for (const std::uint32_t payload : {0x1u, 0x1fffu, 0x2000u, 0xffffu, 0x10000u, 0x3fffffu, 0x400000u, 0x7fffffu})
+  for (const std::uint32_t payload :
+       {0x1u, 0x1fffu, 0x2000u, 0xffffu, 0x10000u, 0x3fffffu, 0x400000u, 0x7fffffu})
     for (const std::uint32_t sign : {0u, 0x80000000u})
       EXPECT_TRUE(is_nan(f, from_float<T>(float_of(sign | 0x7f800000u | payload)).bits)) << payload;
 }

@@ -49,12 +49,14 @@ TEST(ProblemValidation, ZeroEpsIsValid) {
 }
 
 TEST(ProblemValidation, NegativeSamplesAreRejected) {
-  EXPECT_EQ(rejection([](Problem& p) { p.samples = -1; }), "group_norm: samples must not be negative, got N=-1");
+  EXPECT_EQ(rejection([](Problem& p) { p.samples = -1; }),
+            "group_norm: samples must not be negative, got N=-1");
 }
 
 TEST(ProblemValidation, NoChannelsAreRejected) {
   EXPECT_EQ(rejection([](Problem& p) { p.channels = 0; }), "group_norm: channels must be positive, got C=0");
-  EXPECT_EQ(rejection([](Problem& p) { p.channels = -3; }), "group_norm: channels must be positive, got C=-3");
+  EXPECT_EQ(rejection([](Problem& p) { p.channels = -3; }),
+            "group_norm: channels must be positive, got C=-3");
 }
 
 TEST(ProblemValidation, AnEmptySpatialSizeIsRejected) {
@@ -96,7 +98,10 @@ TEST(ProblemValidation, Float64ParametersNeedFloat64Input) {
 }
 
 TEST(ProblemValidation, AMissingParameterHasNoDtype) {
-  EXPECT_EQ(rejection([](Problem& p) { p.weight = {ParameterShape::missing, DType::float64}; }), "nothing was thrown");
+  EXPECT_EQ(rejection([](Problem& p) {
+              p.weight = {ParameterShape::missing, DType::float64};
+            }),
+            "nothing was thrown");
 }
 
 TEST(ActivationNames, EveryNameIsReadBackAsItself) {

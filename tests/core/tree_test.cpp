@@ -35,8 +35,9 @@ void for_each_tree(F&& f) {
       f(make_tree(D, S, layout), layout);
     };
     for (const std::int64_t D : {1, 2, 3, 7, 8, 33, 255, 256, 257, 600})
-      for (const std::int64_t S : {1, 2, 7, 8, 9, 63, 64, 65, 200, 682, 683, 1023, 1024, 1025, 2047, 2048, 2049, 5000,
-                                   32767, 32768, 32769, 262143, 262144, 262145})
+      for (const std::int64_t S :
+           {1,    2,    7,    8,    9,    63,   64,    65,    200,   682,    683,    1023,
+            1024, 1025, 2047, 2048, 2049, 5000, 32767, 32768, 32769, 262143, 262144, 262145})
         check(D, S);
     Random random(7);
     for (int trial = 0; trial < 300; ++trial)
@@ -124,7 +125,8 @@ TEST(TreeUnits, ARunOfSmallChannelsIsTheLargestPowerOfTwoThatFitsALeaf) {
 }
 
 TEST(TreeUnits, KnownProblemsHaveTheseTrees) {
-  const Tree volume = make_tree(8, 256 * 256 * 256, Layout::channels_last);  // 64 channels in 8 groups at 256^3
+  const Tree volume =
+      make_tree(8, 256 * 256 * 256, Layout::channels_last);  // 64 channels in 8 groups at 256^3
   EXPECT_EQ(volume.unit_positions, 32768);
   EXPECT_EQ(volume.spatial_units, 512);
   EXPECT_EQ(volume.channel_units, 1);
@@ -137,12 +139,13 @@ TEST(TreeUnits, KnownProblemsHaveTheseTrees) {
   EXPECT_EQ(one.leaf_positions, 8);
 }
 
-// The aligned binary tree by its definition: the node over [first, first + size) joins its two halves; what lies beyond
-// `count` is absent.
+// The aligned binary tree by its definition: the node over [first, first + size) joins its two halves; what
+// lies beyond `count` is absent.
 std::string defined(std::int64_t first, std::int64_t size, std::int64_t count) {
   if (first >= count) return "";
   if (size == 1) return std::to_string(first);
-  const std::string left = defined(first, size / 2, count), right = defined(first + size / 2, size / 2, count);
+  const std::string left = defined(first, size / 2, count),
+                    right = defined(first + size / 2, size / 2, count);
   return right.empty() ? left : "(" + left + " " + right + ")";
 }
 
@@ -150,7 +153,8 @@ TEST(ReduceTree, MergesInTheOrderOfTheAlignedBinaryTree) {
   for (std::int64_t count = 1; count <= 300; ++count)
     for (const std::int64_t stride : {1, 3}) {
       std::vector<Symbol> nodes(static_cast<std::size_t>(count * stride), Symbol{"untouched"});
-      for (std::int64_t i = 0; i < count; ++i) nodes[static_cast<std::size_t>(i * stride)].text = std::to_string(i);
+      for (std::int64_t i = 0; i < count; ++i)
+        nodes[static_cast<std::size_t>(i * stride)].text = std::to_string(i);
       reduce_tree(nodes.data(), count, stride);
       ASSERT_EQ(nodes[0].text, defined(0, 512, count)) << count << " nodes, stride " << stride;
       for (std::size_t i = 0; i < nodes.size(); ++i) {
@@ -189,8 +193,8 @@ TEST(ReduceTree, AlignedPartsEvaluatedElsewhereGiveTheSameBits) {
         roots.push_back(mine[0]);
       }
       reduce_tree(roots.data(), static_cast<std::int64_t>(roots.size()));
-      EXPECT_TRUE(test::same_bits(std::to_string(count) + " nodes in parts of " + std::to_string(part), roots.data(),
-                                  whole.data(), sizeof(double), {1, 3}));
+      EXPECT_TRUE(test::same_bits(std::to_string(count) + " nodes in parts of " + std::to_string(part),
+                                  roots.data(), whole.data(), sizeof(double), {1, 3}));
     }
   }
 }
@@ -204,7 +208,8 @@ TEST(ReduceTree, TrailingAbsentNodesChangeNoBit) {
     std::vector<Moments> padded = nodes;
     reduce_tree(nodes.data(), count);
     reduce_tree(padded.data(), 64);
-    EXPECT_TRUE(test::same_bits(std::to_string(count) + " of 64", padded.data(), nodes.data(), sizeof(double), {1, 3}));
+    EXPECT_TRUE(test::same_bits(std::to_string(count) + " of 64", padded.data(), nodes.data(), sizeof(double),
+                                {1, 3}));
   }
 }
 

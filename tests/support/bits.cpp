@@ -42,9 +42,9 @@ std::string pattern(const unsigned char* bytes, std::size_t size) {
     ++differing;
   }
   const std::size_t at = static_cast<std::size_t>(first) * element_size;
-  return ::testing::AssertionFailure() << name << ": " << differing << " of " << count << " differ, first at "
-                                       << coordinate(first, shape) << ": " << pattern(a + at, element_size)
-                                       << " instead of " << pattern(e + at, element_size);
+  return ::testing::AssertionFailure()
+         << name << ": " << differing << " of " << count << " differ, first at " << coordinate(first, shape)
+         << ": " << pattern(a + at, element_size) << " instead of " << pattern(e + at, element_size);
 }
 
 ::testing::AssertionResult same_bits(const std::string& name, const Array& actual, const Array& expected,
@@ -52,9 +52,10 @@ std::string pattern(const unsigned char* bytes, std::size_t size) {
   std::int64_t count = 1;
   for (const std::int64_t size : shape) count *= size;
   if (actual.dtype != expected.dtype || actual.count() != count || expected.count() != count)
-    return ::testing::AssertionFailure() << name << ": arrays of " << actual.count() << " " << to_string(actual.dtype)
-                                         << " and " << expected.count() << " " << to_string(expected.dtype)
-                                         << ", expected " << count << " of one dtype";
+    return ::testing::AssertionFailure()
+           << name << ": arrays of " << actual.count() << " " << to_string(actual.dtype) << " and "
+           << expected.count() << " " << to_string(expected.dtype) << ", expected " << count
+           << " of one dtype";
   return same_bits(name, actual.data(), expected.data(), size_of(actual.dtype), shape);
 }
 

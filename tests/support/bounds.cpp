@@ -47,7 +47,7 @@ void for_each_element(const Problem& p, const Data& data, const std::vector<doub
       const auto group = static_cast<std::size_t>(n * p.groups + g);
       for (std::int64_t s = 0; s < S; ++s) {
         const auto i = static_cast<std::size_t>(p.layout == Layout::contiguous ? (n * C + c) * S + s
-                                                                                : (n * S + s) * C + c);
+                                                                               : (n * S + s) * C + c);
         const double normalized = (data.x[i] - mean[group]) * rstd[group];
         const double magnitude = std::max(std::fabs(weight * normalized), std::fabs(bias));
         f(Element{n, g, c, i, weight, normalized, magnitude, weight * normalized + bias});
@@ -74,10 +74,14 @@ struct Format {
 
 Format format(DType dtype) {
   switch (dtype) {
-    case DType::bfloat16: return {8, -126, 0x1.fep127};
-    case DType::float16: return {11, -14, 65504};
-    case DType::float32: return {24, -126, 0x1.fffffep127};
-    case DType::float64: break;
+    case DType::bfloat16:
+      return {8, -126, 0x1.fep127};
+    case DType::float16:
+      return {11, -14, 65504};
+    case DType::float32:
+      return {24, -126, 0x1.fffffep127};
+    case DType::float64:
+      break;
   }
   return {53, -1022, std::numeric_limits<double>::max()};
 }
@@ -89,11 +93,12 @@ ExpectedForward expect_forward(const Problem& p, const Data& data) {
   Expected &y = e.y, &mean = e.mean, &rstd = e.rstd;
   y.value = y.slack = zeros(p.elements());
   mean.value = mean.slack = rstd.value = rstd.slack = zeros(p.samples * p.groups);
-  reference::forward(p, pointer(data.x), pointer(data.weight), pointer(data.bias), y.value.data(), mean.value.data(),
-                     rstd.value.data());
+  reference::forward(p, pointer(data.x), pointer(data.weight), pointer(data.bias), y.value.data(),
+                     mean.value.data(), rstd.value.data());
   std::vector<double> squares = zeros(p.samples * p.groups);
   for_each_element(p, data, mean.value, rstd.value, [&](const Element& element) {
-    squares[static_cast<std::size_t>(element.n * p.groups + element.g)] += element.normalized * element.normalized;
+    squares[static_cast<std::size_t>(element.n * p.groups + element.g)] +=
+        element.normalized * element.normalized;
     const double m = element.magnitude, w = std::fabs(element.weight);
     double slack = u * (18 * m + 2.3 * w);
     if (p.activation == Activation::none) slack = u * (8 * m + 2 * w);
@@ -117,7 +122,8 @@ ExpectedBackward expect_backward(const Problem& p, const Data& data) {
   std::vector<double> mean = zeros(p.samples * p.groups), rstd = mean;
   const double *x = pointer(data.x), *weight = pointer(data.weight), *bias = pointer(data.bias);
   reference::forward(p, x, weight, bias, nullptr, mean.data(), rstd.data());
-  reference::backward(p, x, pointer(data.dy), weight, bias, dx.value.data(), dweight.value.data(), dbias.value.data());
+  reference::backward(p, x, pointer(data.dy), weight, bias, dx.value.data(), dweight.value.data(),
+                      dbias.value.data());
 
   // Of a group: the means of a = |weight dz| and of a |x̂|, and of what an activation's error does to each.
   struct Means {
@@ -128,7 +134,8 @@ ExpectedBackward expect_backward(const Problem& p, const Data& data) {
   const auto group = [&](const Element& el) { return static_cast<std::size_t>(el.n * p.groups + el.g); };
   const auto slope = [&](double z) { return reference::activate_derivative(p.activation, z); };
   for_each_element(p, data, mean, rstd, [&](const Element& el) {
-    const double dy = data.dy[el.index], dz = std::fabs(dy * slope(el.z)), slack = el.dz_slack(p.activation, dy);
+    const double dy = data.dy[el.index], dz = std::fabs(dy * slope(el.z)),
+                 slack = el.dz_slack(p.activation, dy);
     const double normalized = std::fabs(el.normalized), w = std::fabs(el.weight);
     Means& m = means[group(el)];
     m.a += w * dz / L;
@@ -145,8 +152,8 @@ ExpectedBackward expect_backward(const Problem& p, const Data& data) {
     const Means& m = means[group(el)];
     const double products = 16 * u * (a + m.a + normalized * m.a_normalized);
     const double centring = 2 * u * (m.a_normalized + normalized * m.a);
-    const double activation = std::fabs(el.weight) * el.dz_slack(p.activation, dy) + m.slack +
-                              normalized * m.slack_normalized;
+    const double activation =
+        std::fabs(el.weight) * el.dz_slack(p.activation, dy) + m.slack + normalized * m.slack_normalized;
     dx.slack[el.index] = rstd[group(el)] * (products + centring + activation + kUnderflow) + kUnderflow;
   });
   for (double& slack : dweight.slack) slack += kUnderflow;
@@ -176,12 +183,12 @@ double error_in_bounds(double actual, double expected, double slack, DType dtype
   return std::fabs(actual - expected) / (half_unit(dtype, std::fabs(expected) + slack) + slack);
 }
 
-::testing::AssertionResult within_bounds(const std::string& name, const Array& actual, const Expected& expected,
-                                         const std::vector<std::int64_t>& shape) {
+::testing::AssertionResult within_bounds(const std::string& name, const Array& actual,
+                                         const Expected& expected, const std::vector<std::int64_t>& shape) {
   const std::vector<double> values = load(actual);
   if (values.size() != expected.value.size())
-    return ::testing::AssertionFailure() << name << ": " << values.size() << " elements, expected "
-                                         << expected.value.size();
+    return ::testing::AssertionFailure()
+           << name << ": " << values.size() << " elements, expected " << expected.value.size();
   double worst = 0;
   std::size_t at = 0;
   for (std::size_t i = 0; i < values.size(); ++i) {
@@ -192,26 +199,28 @@ double error_in_bounds(double actual, double expected, double slack, DType dtype
     }
   }
   if (worst <= 1) return ::testing::AssertionSuccess();
-  return ::testing::AssertionFailure() << name << ": " << worst << " of the bound at " << coordinate(at, shape) << ": "
-                                       << values[at] << " instead of " << expected.value[at] << ", slack "
-                                       << expected.slack[at];
+  return ::testing::AssertionFailure()
+         << name << ": " << worst << " of the bound at " << coordinate(at, shape) << ": " << values[at]
+         << " instead of " << expected.value[at] << ", slack " << expected.slack[at];
 }
 
-::testing::AssertionResult statistics_within_bounds(const std::string& name, const Problem& p, const float* statistics,
+::testing::AssertionResult statistics_within_bounds(const std::string& name, const Problem& p,
+                                                    const float* statistics,
                                                     const ExpectedForward& expected) {
   const std::int64_t count = p.samples * p.groups;
   for (std::int64_t i = 0; i < count; ++i) {
     const auto at = static_cast<std::size_t>(i);
-    const double mean = static_cast<double>(statistics[i]) + statistics[count + i], rstd = statistics[2 * count + i];
+    const double mean = static_cast<double>(statistics[i]) + statistics[count + i],
+                 rstd = statistics[2 * count + i];
     const double mean_error =
         error_in_bounds(mean, expected.mean.value[at], expected.mean.slack[at], DType::float64);
     const double rstd_error =
         error_in_bounds(rstd, expected.rstd.value[at], expected.rstd.slack[at], DType::float32);
     if (mean_error <= 1 && rstd_error <= 1) continue;
     return ::testing::AssertionFailure()
-           << name << ": group " << coordinate(at, {p.samples, p.groups}) << ": mean " << mean << " instead of "
-           << expected.mean.value[at] << " (" << mean_error << " of the bound), rstd " << rstd << " instead of "
-           << expected.rstd.value[at] << " (" << rstd_error << " of the bound)";
+           << name << ": group " << coordinate(at, {p.samples, p.groups}) << ": mean " << mean
+           << " instead of " << expected.mean.value[at] << " (" << mean_error << " of the bound), rstd "
+           << rstd << " instead of " << expected.rstd.value[at] << " (" << rstd_error << " of the bound)";
   }
   return ::testing::AssertionSuccess();
 }

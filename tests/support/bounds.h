@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bounds of docs/numerics.md as code, from the double reference's own quantities: the one place that knows them.
-// An error is measured against half a unit of the result's dtype (the rounding at the store) plus `slack` (all else).
+// The bounds of docs/numerics.md as code, from the double reference's own quantities: the one place that
+// knows them. An error is measured against half a unit of the result's dtype (the rounding at the store) plus
+// `slack` (all else).
 #pragma once
 
 #include <cstdint>
@@ -37,16 +38,17 @@ ExpectedBackward expect_backward(const Problem&, const Data&);
 // Half the distance between neighbours of `value` in a storage type.
 double half_unit(DType, double value);
 
-// The error in units of its bound: at most 1 is right. NaN must meet NaN (0, or infinity), and what overflows the type
-// may be its infinity.
+// The error in units of its bound: at most 1 is right. NaN must meet NaN (0, or infinity), and what overflows
+// the type may be its infinity.
 double error_in_bounds(double actual, double expected, double slack, DType);
 
-// Success when every element is within its bound; a failure names the case, the worst coordinate and the values.
-::testing::AssertionResult within_bounds(const std::string& name, const Array& actual, const Expected& expected,
-                                         const std::vector<std::int64_t>& shape);
+// Success when every element is within its bound; a failure names the case, the worst coordinate and the
+// values.
+::testing::AssertionResult within_bounds(const std::string& name, const Array& actual,
+                                         const Expected& expected, const std::vector<std::int64_t>& shape);
 
 // Likewise for saved statistics [3, N, G] against expect_forward.
-::testing::AssertionResult statistics_within_bounds(const std::string& name, const Problem&, const float* statistics,
-                                                    const ExpectedForward& expected);
+::testing::AssertionResult statistics_within_bounds(const std::string& name, const Problem&,
+                                                    const float* statistics, const ExpectedForward& expected);
 
 }  // namespace steadynorm::test

@@ -14,10 +14,10 @@ std::string describe(const Problem& p) {
     if (!q.present()) return std::string("none");
     return std::string(q.shape == ParameterShape::per_sample ? "[N, C] " : "[C] ") + to_string(q.dtype);
   };
-  return "N=" + std::to_string(p.samples) + " C=" + std::to_string(p.channels) + " G=" + std::to_string(p.groups) +
-         " S=" + std::to_string(p.positions) + " " + to_string(p.layout) + " " + to_string(p.x) + "->" +
-         to_string(p.y) + " weight " + parameter(p.weight) + ", bias " + parameter(p.bias) + ", " +
-         to_string(p.activation) + ", eps " + std::to_string(p.eps);
+  return "N=" + std::to_string(p.samples) + " C=" + std::to_string(p.channels) +
+         " G=" + std::to_string(p.groups) + " S=" + std::to_string(p.positions) + " " + to_string(p.layout) +
+         " " + to_string(p.x) + "->" + to_string(p.y) + " weight " + parameter(p.weight) + ", bias " +
+         parameter(p.bias) + ", " + to_string(p.activation) + ", eps " + std::to_string(p.eps);
 }
 
 }  // namespace steadynorm
@@ -37,16 +37,26 @@ std::int64_t Random::integer(std::int64_t first, std::int64_t last) {
 
 const char* to_string(Kind kind) {
   switch (kind) {
-    case Kind::normal: return "normal";
-    case Kind::offset_1e3: return "offset_1e3";
-    case Kind::offset_1e4: return "offset_1e4";
-    case Kind::offset_1e5: return "offset_1e5";
-    case Kind::offset_1e6: return "offset_1e6";
-    case Kind::huge: return "huge";
-    case Kind::tiny: return "tiny";
-    case Kind::constant: return "constant";
-    case Kind::two_valued: return "two_valued";
-    case Kind::nan_in_first_group: return "nan_in_first_group";
+    case Kind::normal:
+      return "normal";
+    case Kind::offset_1e3:
+      return "offset_1e3";
+    case Kind::offset_1e4:
+      return "offset_1e4";
+    case Kind::offset_1e5:
+      return "offset_1e5";
+    case Kind::offset_1e6:
+      return "offset_1e6";
+    case Kind::huge:
+      return "huge";
+    case Kind::tiny:
+      return "tiny";
+    case Kind::constant:
+      return "constant";
+    case Kind::two_valued:
+      return "two_valued";
+    case Kind::nan_in_first_group:
+      return "nan_in_first_group";
   }
   return "unknown kind";
 }
@@ -61,8 +71,8 @@ Array store(const std::vector<double>& values, DType dtype) {
     } else if (dtype == DType::float32) {
       std::memcpy(out, &single, 4);
     } else {
-      const std::uint16_t half = dtype == DType::bfloat16 ? from_float<BFloat16>(single).bits
-                                                          : from_float<Float16>(single).bits;
+      const std::uint16_t half =
+          dtype == DType::bfloat16 ? from_float<BFloat16>(single).bits : from_float<Float16>(single).bits;
       std::memcpy(out, &half, 2);
     }
   }
@@ -106,10 +116,10 @@ namespace {
 // How the values of one group are drawn.
 struct GroupSource {
   Kind kind;
-  double scale;   // 1e30, 1e-30, 1, or what keeps the values finite
-  double first;   // constant, two_valued
+  double scale;  // 1e30, 1e-30, 1, or what keeps the values finite
+  double first;  // constant, two_valued
   double second;
-  double share;   // of the first value
+  double share;  // of the first value
 
   GroupSource(Kind k, DType dtype, Random& random) : kind(k), scale(1) {
     if (kind == Kind::huge) scale = dtype == DType::float16 ? 1e4 : 1e29;
@@ -122,16 +132,23 @@ struct GroupSource {
 
   double next(Random& random) const {
     switch (kind) {
-      case Kind::offset_1e3: return first + (first < 0 ? -1e3 : 1e3) + random.normal();
-      case Kind::offset_1e4: return first + 1e4 + random.normal();
-      case Kind::offset_1e5: return scale * (first - 1e5 + random.normal());
-      case Kind::offset_1e6: return scale * (first + 1e6 + random.normal());
-      case Kind::constant: return first;
-      case Kind::two_valued: return random.uniform() < share ? first : second;
+      case Kind::offset_1e3:
+        return first + (first < 0 ? -1e3 : 1e3) + random.normal();
+      case Kind::offset_1e4:
+        return first + 1e4 + random.normal();
+      case Kind::offset_1e5:
+        return scale * (first - 1e5 + random.normal());
+      case Kind::offset_1e6:
+        return scale * (first + 1e6 + random.normal());
+      case Kind::constant:
+        return first;
+      case Kind::two_valued:
+        return random.uniform() < share ? first : second;
       case Kind::huge:
       case Kind::tiny:
       case Kind::normal:
-      case Kind::nan_in_first_group: break;
+      case Kind::nan_in_first_group:
+        break;
     }
     return scale * (random.normal() + 0.25);
   }
@@ -187,8 +204,8 @@ Problem random_problem(Random& random, std::int64_t max_elements) {
   p.y = dtype();
   p.weight = {shape(), dtype()};
   p.bias = {shape(), dtype()};
-  p.activation = random.pick({Activation::none, Activation::relu, Activation::silu, Activation::gelu,
-                              Activation::gelu_tanh});
+  p.activation = random.pick(
+      {Activation::none, Activation::relu, Activation::silu, Activation::gelu, Activation::gelu_tanh});
   p.eps = random.pick({1e-5, 1e-6, 1e-3});
   return p;
 }
