@@ -24,7 +24,8 @@ void parameter_gradient(const Problem& p, const Parameter& parameter, const floa
   const std::int64_t N = p.samples, C = p.channels;
   if (parameter.shape == ParameterShape::per_sample) {
     parallel(divide_up(N * C, kChannels), [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t i = begin * kChannels; i < std::min(end * kChannels, N * C); ++i) store(rows[i], parameter, to, i);
+      for (std::int64_t i = begin * kChannels; i < std::min(end * kChannels, N * C); ++i)
+        store(rows[i], parameter, to, i);
     });
     return;
   }
@@ -135,7 +136,8 @@ void merge_unit_sums(const Problem& p, const Tree& tree, ChannelPlanes units, Ch
   });
 }
 
-void parameter_gradients(const Problem& p, ChannelPlanes rows, void* dweight, void* dbias, const ParallelFor& parallel) {
+void parameter_gradients(const Problem& p, ChannelPlanes rows, void* dweight, void* dbias,
+                         const ParallelFor& parallel) {
   if (dweight != nullptr && p.weight.present())
     parameter_gradient(p, p.weight, rows.dz_normalized, dweight, parallel);
   if (dbias != nullptr && p.bias.present()) parameter_gradient(p, p.bias, rows.dz, dbias, parallel);

@@ -11,7 +11,8 @@
 namespace steadynorm::cpu {
 namespace {
 
-// A node of every column: Moments as (mean, m2) with one count for all, or ChannelSums as (dz, dz_normalized).
+// A node of every column: Moments as (mean, m2) with one count for all, or ChannelSums as (dz,
+// dz_normalized).
 struct ColumnNode {
   double count;
   alignas(64) double first[kPanel];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The entries: validate, then sweeps of independent work items. An item's result is a function of the item, so that
-// ranges and threads cannot change a bit.
+// The entries: validate, then sweeps of independent work items. An item's result is a function of the item,
+// so that ranges and threads cannot change a bit.
 #include "steadynorm/cpu.h"
 
 #include "core/dispatch.h"
@@ -64,7 +64,8 @@ void serial(std::int64_t count, const ParallelBody& body) {
 
 std::size_t forward_workspace(const Problem& problem) {
   require(problem);
-  return align_up(sizeof(Moments) * static_cast<std::size_t>(problem.samples * problem.groups * tree_of(problem).roots()));
+  return align_up(sizeof(Moments) *
+                  static_cast<std::size_t>(problem.samples * problem.groups * tree_of(problem).roots()));
 }
 
 std::size_t backward_workspace(const Problem& problem) {
@@ -74,7 +75,8 @@ std::size_t backward_workspace(const Problem& problem) {
   return pieces.used();
 }
 
-void moments(const Problem& problem, const void* x, double* moments, void* workspace, const ParallelFor& parallel) {
+void moments(const Problem& problem, const void* x, double* moments, void* workspace,
+             const ParallelFor& parallel) {
   require(problem);
   if (problem.samples == 0) return;
   const Tree tree = tree_of(problem);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels, once. An isa file compiles this for its instruction set and exports the table that make_kernels returns.
+// The kernels, once. An isa file compiles this for its instruction set and exports the table that
+// make_kernels returns.
 #pragma once
 
 #include "cpu/kernels_gradient.h"
@@ -41,8 +42,8 @@ void widen(Array from, std::int64_t offset, std::int64_t count, float* to) {
 }
 
 constexpr Kernels make_kernels(const char* name) {
-  return {name,           row_moments,          column_moments,        apply_tile<true>, apply_tile<false>,
-          row_sums,       run_sums,             column_sums,           gradient_tile<true>, gradient_tile<false>,
+  return {name,     row_moments, column_moments, apply_tile<true>,    apply_tile<false>,
+          row_sums, run_sums,    column_sums,    gradient_tile<true>, gradient_tile<false>,
           widen};
 }
 

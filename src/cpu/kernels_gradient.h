@@ -15,8 +15,8 @@ namespace {
 
 // What the sums add: dz and dz * normalized.
 template <Activation A, bool kRow>
-void terms_block(const float* __restrict x, const float* __restrict dy, int count, const Coefficients& k, int row,
-                 float* __restrict dz, float* __restrict dz_normalized) {
+void terms_block(const float* __restrict x, const float* __restrict dy, int count, const Coefficients& k,
+                 int row, float* __restrict dz, float* __restrict dz_normalized) {
   for (int j = 0; j < count; ++j) {
     const int i = kRow ? row : j;
     const float from_mean = centred(x[j], {k.mean_hi[i], k.mean_lo[i], k.rstd[i]});
@@ -32,7 +32,8 @@ void gradient_block(const float* __restrict x, const float* __restrict dy, float
     const int i = kRow ? row : j;
     const float from_mean = centred(x[j], {k.mean_hi[i], k.mean_lo[i], k.rstd[i]});
     const float dz = activate_backward<A>(dy[j], affine(from_mean, k.scale[i], k.bias[i]));
-    dx[j] = input_gradient(k.weight[i], dz, from_mean * k.rstd[i], {k.mean_dz[i], k.mean_dz_normalized[i]}, k.rstd[i]);
+    dx[j] = input_gradient(k.weight[i], dz, from_mean * k.rstd[i], {k.mean_dz[i], k.mean_dz_normalized[i]},
+                           k.rstd[i]);
   }
 }
 
@@ -92,8 +93,8 @@ void row_sums(Activation activation, Array x, Array dy, const Tile& tile, const 
         for (int i = 0; i < length; i += kBlock) {
           const std::int64_t offset = tile.offset + r * tile.stride + leaf + i;
           const int count = smaller(length - i, kBlock);
-          terms_block<a.value, true>(load(x, offset, count, x_buffer), load(dy, offset, count, dy_buffer), count, k,
-                                     static_cast<int>(r), dz_terms + i, dz_normalized_terms + i);
+          terms_block<a.value, true>(load(x, offset, count, x_buffer), load(dy, offset, count, dy_buffer),
+                                     count, k, static_cast<int>(r), dz_terms + i, dz_normalized_terms + i);
         }
         tree.push({leaf_sum(dz_terms, length), leaf_sum(dz_normalized_terms, length)});
       }
@@ -104,13 +105,14 @@ void row_sums(Activation activation, Array x, Array dy, const Tile& tile, const 
   });
 }
 
-void run_sums(Activation activation, Array x, Array dy, const Tile& tile, std::int64_t length, const Coefficients& k,
-              float* dz, float* dz_normalized) {
+void run_sums(Activation activation, Array x, Array dy, const Tile& tile, std::int64_t length,
+              const Coefficients& k, float* dz, float* dz_normalized) {
   dispatch(activation, [&](auto a) {
     alignas(64) float x_buffer[kPanel], dy_buffer[kPanel], dz_terms[kPanel], dz_normalized_terms[kPanel];
     const int count = static_cast<int>(tile.width), n = static_cast<int>(length);
-    terms_block<a.value, false>(load(x, tile.offset, count, x_buffer), load(dy, tile.offset, count, dy_buffer), count, k,
-                                0, dz_terms, dz_normalized_terms);
+    terms_block<a.value, false>(load(x, tile.offset, count, x_buffer),
+                                load(dy, tile.offset, count, dy_buffer), count, k, 0, dz_terms,
+                                dz_normalized_terms);
     if (n == 1) {  // one value and its missing partners
       for (int i = 0; i < count; ++i) dz[i] = dz_terms[i] + 0.0f;
       for (int i = 0; i < count; ++i) dz_normalized[i] = dz_normalized_terms[i] + 0.0f;
@@ -148,8 +150,8 @@ void column_sums(Activation activation, Array x, Array dy, const Tile& tile, std
         const int present = smaller(end - s, kMicroBatchRows);
         for (int v = 0; v < present; ++v) {
           const std::int64_t offset = tile.offset + (s + v) * tile.stride;
-          terms_block<a.value, false>(load(x, offset, width, x_buffer), load(dy, offset, width, dy_buffer), width, k, 0,
-                                      dz_terms[v], dz_normalized_terms[v]);
+          terms_block<a.value, false>(load(x, offset, width, x_buffer), load(dy, offset, width, dy_buffer),
+                                      width, k, 0, dz_terms[v], dz_normalized_terms[v]);
         }
         ColumnNode& node = s == begin ? leaf : micro_batch;
         column_batch_sum(dz_terms, present, width, node.first);
@@ -167,7 +169,8 @@ void column_sums(Activation activation, Array x, Array dy, const Tile& tile, std
 // ---- dx ----
 
 template <bool kRow>
-void gradient_tile(Activation activation, Array x, Array dy, MutableArray dx, const Tile& tile, const Coefficients& k) {
+void gradient_tile(Activation activation, Array x, Array dy, MutableArray dx, const Tile& tile,
+                   const Coefficients& k) {
   dispatch(activation, [&](auto a) {
     alignas(64) float x_buffer[kBlock], dy_buffer[kBlock], dx_buffer[kBlock];
     for (std::int64_t r = 0; r < tile.rows; ++r) {
@@ -175,8 +178,8 @@ void gradient_tile(Activation activation, Array x, Array dy, MutableArray dx, co
         const std::int64_t offset = tile.offset + r * tile.stride + j;
         const int count = smaller(tile.width - j, kBlock);
         float* out = destination(dx, offset, dx_buffer);
-        gradient_block<a.value, kRow>(load(x, offset, count, x_buffer), load(dy, offset, count, dy_buffer), out, count,
-                                      k, static_cast<int>(r));
+        gradient_block<a.value, kRow>(load(x, offset, count, x_buffer), load(dy, offset, count, dy_buffer),
+                                      out, count, k, static_cast<int>(r));
         store(dx, offset, count, out);
       }
     }

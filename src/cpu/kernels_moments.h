@@ -36,9 +36,8 @@ inline int lane_count(int length, int lane) {
 
 inline Moments exact_lane(const float* x, int length, int lane) {
   const int count = lane_count(length, lane);
-  return exact_moments(count, [&](int i) {
-    return x[i / kLaneWidth * kLeafRow + lane * kLaneWidth + i % kLaneWidth];
-  });
+  return exact_moments(
+      count, [&](int i) { return x[i / kLaneWidth * kLeafRow + lane * kLaneWidth + i % kLaneWidth]; });
 }
 
 // Lanes of equal counts, a power of two of them: the tree of merge(), all pairs of a level at once.
@@ -49,7 +48,8 @@ inline Moments merge_equal_lanes(double count, int lanes, const double* mean, co
     double* __restrict mean_out = buffer[level % 2][0];
     double* __restrict m2_out = buffer[level % 2][1];
     for (int i = 0; i < lanes; ++i) {
-      const Moments both = merge(Moments{count, mean[2 * i], m2[2 * i]}, Moments{count, mean[2 * i + 1], m2[2 * i + 1]});
+      const Moments both =
+          merge(Moments{count, mean[2 * i], m2[2 * i]}, Moments{count, mean[2 * i + 1], m2[2 * i + 1]});
       mean_out[i] = both.mean;
       m2_out[i] = both.m2;
     }
@@ -92,7 +92,8 @@ inline Moments leaf_moments(const float* x, int length) {
   const bool equal_lanes = length % kLeafRow == 0 || (length < kLeafRow && length % kLaneWidth == 0);
   dispatch_rows(rows.rounded, [&](auto r) { sum_columns<r.value>(rows, d_columns); });
   sum_lanes(d_columns, lanes, m);
-  for (int l = 0; l < lanes; ++l) m[l] /= static_cast<float>(equal_lanes ? lane_count(length, 0) : lane_count(length, l));
+  for (int l = 0; l < lanes; ++l)
+    m[l] /= static_cast<float>(equal_lanes ? lane_count(length, 0) : lane_count(length, l));
   for (int j = 0; j < rows.width; ++j) centre[j] = m[j / kLaneWidth];
 
   // A missing value deviates by +0: it takes its lane's centre.

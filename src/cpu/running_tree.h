@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The aligned binary tree of core/tree.h over a stream of items: what reduce_tree gives, in logarithmic memory.
-// A binary counter: bit k of the number of items says whether a finished node of 2^k items waits at level k.
+// The aligned binary tree of core/tree.h over a stream of items: what reduce_tree gives, in logarithmic
+// memory. A binary counter: bit k of the number of items says whether a finished node of 2^k items waits at
+// level k.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +17,8 @@ class RunningTree {
  public:
   STEADYNORM_HD void push(Node node) {
     int level = 0;
-    for (; items_ >> level & 1; ++level) node = merge(waiting_[level], node);
-    waiting_[level] = node;
+    for (; items_ >> level & 1; ++level) node = merge(waiting_[level].node, node);
+    waiting_[level].node = node;
     ++items_;
   }
 
@@ -27,15 +28,20 @@ class RunningTree {
     bool empty = true;
     for (int level = 0; items_ >> level; ++level) {
       if (!(items_ >> level & 1)) continue;
-      node = empty ? waiting_[level] : merge(waiting_[level], node);
+      node = empty ? waiting_[level].node : merge(waiting_[level].node, node);
       empty = false;
     }
     return node;
   }
 
  private:
+  union Slot {  // left uninitialised: clearing a kilobyte costs more than most trees
+    STEADYNORM_HD Slot() {}
+    Node node;
+  };
+
   std::int64_t items_ = 0;
-  Node waiting_[kTreeLevels];
+  Slot waiting_[kTreeLevels];
 };
 
 }  // namespace steadynorm::cpu

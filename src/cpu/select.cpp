@@ -17,8 +17,9 @@ struct Available {
   Available() {
     const Kernels** next = list;
 #if defined(STEADYNORM_CPU_AVX512)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd"))
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512cd"))
       *next++ = &kAvx512Kernels;
 #endif
 #if defined(STEADYNORM_CPU_AVX2)

@@ -16,8 +16,9 @@ constexpr std::int64_t kShortChannel = 16;
 constexpr std::int64_t kItemValues = 16384;
 
 using Field = float (Coefficients::*)[kPanel];
-constexpr Field kFields[] = {&Coefficients::mean_hi, &Coefficients::mean_lo, &Coefficients::scale,
-                             &Coefficients::bias,    &Coefficients::rstd,    &Coefficients::weight,
+constexpr Field kFields[] = {&Coefficients::mean_hi, &Coefficients::mean_lo,
+                             &Coefficients::scale,   &Coefficients::bias,
+                             &Coefficients::rstd,    &Coefficients::weight,
                              &Coefficients::mean_dz, &Coefficients::mean_dz_normalized};
 
 // How many of the fields a sweep reads, and how it gets them.
@@ -54,8 +55,8 @@ std::int64_t channels_per_item(std::int64_t S) {
 
 // Hands body(row?, tile, coefficients) the whole of x, piece by piece.
 template <class Body>
-void elementwise_sweep(const Problem& p, const ChannelSource& source, const Pass& pass, const ParallelFor& parallel,
-                       const Body& body) {
+void elementwise_sweep(const Problem& p, const ChannelSource& source, const Pass& pass,
+                       const ParallelFor& parallel, const Body& body) {
   const std::int64_t N = p.samples, C = p.channels, S = p.positions;
   if (p.layout == Layout::contiguous) {
     const std::int64_t channels = channels_per_item(S), parts = divide_up(S, kItemValues);
@@ -95,9 +96,10 @@ void elementwise_sweep(const Problem& p, const ChannelSource& source, const Pass
   }
 }
 
-// Channels that a channels_last item takes at once: whole groups when they are small, else a block of one group.
+// Channels that a channels_last item takes at once: whole groups when they are small, else a block of one
+// group.
 struct Panels {
-  std::int64_t groups;    // per panel
+  std::int64_t groups;  // per panel
   std::int64_t per_sample;
 
   Panels(const Problem& p, const Tree& tree)
@@ -107,7 +109,8 @@ struct Panels {
 
 }  // namespace
 
-void unit_moments(const Problem& p, const Tree& tree, const void* x, Moments* roots, const ParallelFor& parallel) {
+void unit_moments(const Problem& p, const Tree& tree, const void* x, Moments* roots,
+                  const ParallelFor& parallel) {
   const Kernels& kernel = kernels();
   const Array input{x, p.x};
   const std::int64_t N = p.samples, C = p.channels, G = p.groups, S = p.positions, D = p.channels_per_group();
@@ -141,7 +144,8 @@ void unit_moments(const Problem& p, const Tree& tree, const void* x, Moments* ro
         kernel.column_moments(input, tile, tree.leaf_positions, columns);
         for (std::int64_t i = 0; i < groups; ++i) {
           reduce_tree(columns + i * channels, channels);
-          roots[((n * G + g + i) * tree.spatial_units + unit) * tree.channel_units + block] = columns[i * channels];
+          roots[((n * G + g + i) * tree.spatial_units + unit) * tree.channel_units + block] =
+              columns[i * channels];
         }
       }
     });
@@ -155,7 +159,8 @@ Moments merge_roots(const Tree& tree, Moments* roots) {
   return roots[0];
 }
 
-void apply_sweep(const Problem& p, const ChannelSource& source, const void* x, void* y, const ParallelFor& parallel) {
+void apply_sweep(const Problem& p, const ChannelSource& source, const void* x, void* y,
+                 const ParallelFor& parallel) {
   const Kernels& kernel = kernels();
   elementwise_sweep(p, source, kApply, parallel, [&](bool row, const Tile& tile, const Coefficients& k) {
     (row ? kernel.row_apply : kernel.column_apply)(p.activation, {x, p.x}, {y, p.y}, tile, k);
@@ -166,7 +171,8 @@ void gradient_sweep(const Problem& p, const ChannelSource& source, const void* x
                     const ParallelFor& parallel) {
   const Kernels& kernel = kernels();
   elementwise_sweep(p, source, kGradient, parallel, [&](bool row, const Tile& tile, const Coefficients& k) {
-    (row ? kernel.row_gradient : kernel.column_gradient)(p.activation, {x, p.x}, {dy, p.y}, {dx, p.x}, tile, k);
+    (row ? kernel.row_gradient : kernel.column_gradient)(p.activation, {x, p.x}, {dy, p.y}, {dx, p.x}, tile,
+                                                         k);
   });
 }
 
@@ -185,7 +191,8 @@ void unit_sums(const Problem& p, const Tree& tree, const ChannelSource& source, 
         source.backward_coefficients(first, count, k);
         if (S <= kShortChannel) {
           repeat_each(k, kSums, count, S);
-          kernel.run_sums(p.activation, input, gradient, {first * S, 1, 0, count * S}, S, k, dz, dz_normalized);
+          kernel.run_sums(p.activation, input, gradient, {first * S, 1, 0, count * S}, S, k, dz,
+                          dz_normalized);
         } else {
           kernel.row_sums(p.activation, input, gradient, {first * S, count, S, S}, k, dz, dz_normalized);
         }
@@ -213,8 +220,8 @@ void unit_sums(const Problem& p, const Tree& tree, const ChannelSource& source, 
         const std::int64_t count = std::min<std::int64_t>(kPanel, C - c);
         source.backward_coefficients(n * C + c, count, k);
         const Tile tile{(n * S + s) * C + c, tree.unit_end(place % tree.spatial_units) - s, C, count};
-        kernel.column_sums(p.activation, input, gradient, tile, tree.leaf_positions, k, units.dz + place * C + c,
-                           units.dz_normalized + place * C + c);
+        kernel.column_sums(p.activation, input, gradient, tile, tree.leaf_positions, k,
+                           units.dz + place * C + c, units.dz_normalized + place * C + c);
       }
     });
   }

@@ -26,7 +26,8 @@ class ChannelSource {
   const double* moments = nullptr;    // [N, G, 3]
   const GroupMeans* means = nullptr;  // [N, G]; null in forward
 
-  // Entries [0, count) for channels first, first + 1, ... of all samples' channels in a row: first = n * C + c.
+  // Entries [0, count) for channels first, first + 1, ... of all samples' channels in a row: first = n * C +
+  // c.
   void forward_coefficients(std::int64_t first, std::int64_t count, Coefficients&) const;
   void backward_coefficients(std::int64_t first, std::int64_t count, Coefficients&) const;
   // The weights of the same channels, in fp32.
@@ -36,8 +37,8 @@ class ChannelSource {
  private:
   template <bool kBackward>
   void fill(std::int64_t first, std::int64_t count, Coefficients&) const;
-  void parameter(const Parameter&, const void* data, float missing, std::int64_t n, std::int64_t c, std::int64_t count,
-                 float* to) const;
+  void parameter(const Parameter&, const void* data, float missing, std::int64_t n, std::int64_t c,
+                 std::int64_t count, float* to) const;
   Statistics group_statistics(std::int64_t group) const;
 
   const Problem& problem_;
@@ -55,18 +56,21 @@ Moments merge_roots(const Tree&, Moments* roots);
 // ---- elementwise ----
 
 void apply_sweep(const Problem&, const ChannelSource&, const void* x, void* y, const ParallelFor&);
-void gradient_sweep(const Problem&, const ChannelSource&, const void* x, const void* dy, void* dx, const ParallelFor&);
+void gradient_sweep(const Problem&, const ChannelSource&, const void* x, const void* dy, void* dx,
+                    const ParallelFor&);
 
 // ---- sums ----
 
 // Each unit's sums into [N, spatial unit, C].
-void unit_sums(const Problem&, const Tree&, const ChannelSource&, const void* x, const void* dy, ChannelPlanes units,
-               const ParallelFor&);
+void unit_sums(const Problem&, const Tree&, const ChannelSource&, const void* x, const void* dy,
+               ChannelPlanes units, const ParallelFor&);
 // Units to rows [N, C].
-void merge_unit_sums(const Problem&, const Tree&, ChannelPlanes units, ChannelPlanes rows, const ParallelFor&);
+void merge_unit_sums(const Problem&, const Tree&, ChannelPlanes units, ChannelPlanes rows,
+                     const ParallelFor&);
 // Rows to dweight and dbias; either may be null.
 void parameter_gradients(const Problem&, ChannelPlanes rows, void* dweight, void* dbias, const ParallelFor&);
 // Rows to the two means that dx subtracts.
-void group_mean_sweep(const Problem&, const ChannelSource&, ChannelPlanes rows, GroupMeans* means, const ParallelFor&);
+void group_mean_sweep(const Problem&, const ChannelSource&, ChannelPlanes rows, GroupMeans* means,
+                      const ParallelFor&);
 
 }  // namespace steadynorm::cpu

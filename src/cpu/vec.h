@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loops under the kernels: storage to fp32 and back, and the pairwise trees of a micro-batch. Plain loops over
-// blocks of at most 2048 values, which compilers turn into vectors of whatever width the instruction set has; since
-// every lane is its own value, the width cannot change a bit. Included by one isa file each, hence no linkage.
+// The loops under the kernels: storage to fp32 and back, and the pairwise trees of a micro-batch. Plain loops
+// over blocks of at most 2048 values, which compilers turn into vectors of whatever width the instruction set
+// has; since every lane is its own value, the width cannot change a bit. Included by one isa file each, hence
+// no linkage.
 #pragma once
 
 #include <cstdint>
@@ -95,13 +96,15 @@ void sum_columns(const Rows& rows, float* __restrict sums) {
 
 // Deviations from `centre`: their sums d and the sums q of their squares.
 template <int R>
-void sum_deviations(const Rows& rows, const float* __restrict centre, float* __restrict d, float* __restrict q) {
+void sum_deviations(const Rows& rows, const float* __restrict centre, float* __restrict d,
+                    float* __restrict q) {
   const float* const* row = rows.row;
   const float *r0 = row[0], *r1 = row[1 % R], *r2 = row[2 % R], *r3 = row[3 % R];
   const float *r4 = row[4 % R], *r5 = row[5 % R], *r6 = row[6 % R], *r7 = row[7 % R];
   for (int j = 0; j < rows.width; ++j) {
     const float m = centre[j];
-    const float e[] = {r0[j] - m, r1[j] - m, r2[j] - m, r3[j] - m, r4[j] - m, r5[j] - m, r6[j] - m, r7[j] - m};
+    const float e[] = {r0[j] - m, r1[j] - m, r2[j] - m, r3[j] - m,
+                       r4[j] - m, r5[j] - m, r6[j] - m, r7[j] - m};
     d[j] = pairwise<R>([&](int v) { return e[v]; });
     q[j] = pairwise<R>([&](int v) { return e[v] * e[v]; });
   }

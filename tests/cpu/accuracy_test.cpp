@@ -28,7 +28,8 @@ void expect_accurate(const Problem& p, Kind kind, std::uint64_t seed) {
   const ExpectedBackward expected = expect_backward(p, data);
   const Backward backward = run_backward(p, in, forward.statistics);
   EXPECT_TRUE(within_bounds(name + "dx", backward.dx, expected.dx, image_shape(p)));
-  EXPECT_TRUE(within_bounds(name + "dweight", backward.dweight, expected.dweight, parameter_shape(p, p.weight)));
+  EXPECT_TRUE(
+      within_bounds(name + "dweight", backward.dweight, expected.dweight, parameter_shape(p, p.weight)));
   EXPECT_TRUE(within_bounds(name + "dbias", backward.dbias, expected.dbias, parameter_shape(p, p.bias)));
 }
 
@@ -55,10 +56,13 @@ TEST(CpuAccuracy, RandomProblemsOfEveryKindStayWithinBounds) {
 // Sizes at which the tree, a leaf, a panel or a run of channels begins or ends.
 TEST(CpuAccuracy, RaggedSizesStayWithinBounds) {
   for (const Layout layout : {Layout::contiguous, Layout::channels_last}) {
-    for (const std::int64_t S : {1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257, 513, 2047, 2048, 2049, 5000})
-      for (const std::int64_t D : {1, 3, 5}) expect_accurate(problem(2, 3 * D, 3, S, layout), Kind::offset_1e3, 2);
+    for (const std::int64_t S :
+         {1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257, 513, 2047, 2048, 2049, 5000})
+      for (const std::int64_t D : {1, 3, 5})
+        expect_accurate(problem(2, 3 * D, 3, S, layout), Kind::offset_1e3, 2);
     for (const std::int64_t D : {31, 255, 256, 257, 300, 513})
-      for (const std::int64_t S : {1, 9, 70}) expect_accurate(problem(1, 2 * D, 2, S, layout), Kind::normal, 3);
+      for (const std::int64_t S : {1, 9, 70})
+        expect_accurate(problem(1, 2 * D, 2, S, layout), Kind::normal, 3);
   }
 }
 
@@ -108,7 +112,8 @@ TEST(CpuAccuracy, NanStaysInItsGroup) {
     Data data = make_data(p, Kind::normal, 7);
     const Inputs clean(p, data);
     const Forward before = run_forward(p, clean);
-    for (const double poison : {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
+    for (const double poison :
+         {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
       data.x[0] = poison;
       const Inputs poisoned(p, data);
       const Forward after = run_forward(p, poisoned);

@@ -30,7 +30,8 @@ void expect_same(const std::string& name, const Backward& a, const Backward& b) 
 Array part(const Array& array, std::int64_t begin, std::int64_t count) {
   Array result(array.dtype, count);
   const std::size_t size = size_of(array.dtype);
-  std::memcpy(result.data(), array.bytes.data() + static_cast<std::size_t>(begin) * size, result.bytes.size());
+  std::memcpy(result.data(), array.bytes.data() + static_cast<std::size_t>(begin) * size,
+              result.bytes.size());
   return result;
 }
 
@@ -97,7 +98,8 @@ TEST(CpuBits, OfASampleDoNotDependOnItsBatch) {
     one.samples = 1;
     for (std::int64_t n = 0; n < p.samples; ++n) {
       const auto row = [&](const Parameter& parameter, const Array& values) {
-        return parameter.shape == ParameterShape::per_sample ? part(values, n * p.channels, p.channels) : values;
+        return parameter.shape == ParameterShape::per_sample ? part(values, n * p.channels, p.channels)
+                                                             : values;
       };
       Inputs alone = in;
       alone.x = part(in.x, n * size, size);
@@ -120,7 +122,8 @@ TEST(CpuBits, OfASampleDoNotDependOnItsBatch) {
   }
 }
 
-// The same values stored in fp32: equal statistics, and equal results once they are rounded to the narrow type.
+// The same values stored in fp32: equal statistics, and equal results once they are rounded to the narrow
+// type.
 TEST(CpuBits, DoNotDependOnTheStorageType) {
   std::uint64_t seed = 200;
   for (const Problem& narrow : problems(13)) {
@@ -234,8 +237,8 @@ TEST(CpuBits, RepeatAndIgnoreWhatTheWorkspaceHeld) {
   }
 }
 
-// Vectors have tails; a value's bits must not depend on whether it falls into one. x shifted by a few places within
-// channels that all hold the same values gives the same y, whatever the activation.
+// Vectors have tails; a value's bits must not depend on whether it falls into one. x shifted by a few places
+// within channels that all hold the same values gives the same y, whatever the activation.
 TEST(CpuBits, OfAValueDoNotDependOnItsPlaceInAVector) {
   for (const Activation activation : kActivations) {
     Problem p;

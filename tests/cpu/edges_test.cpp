@@ -133,7 +133,8 @@ TEST(CpuEdges, MisalignedArraysGiveTheSameBits) {
   }
 }
 
-// Offsets beyond 2^31, forward alone: 4.3 GB of x, and y in place of it. Two equal samples, one on either side.
+// Offsets beyond 2^31, forward alone: 4.3 GB of x, and y in place of it. Two equal samples, one on either
+// side.
 TEST(CpuEdges, OffsetsBeyond32Bits) {
   std::vector<std::uint16_t> pattern(70001);
   for (std::size_t i = 0; i < pattern.size(); ++i)

@@ -69,8 +69,7 @@ TEST(CpuErrors, NameRuleAndValue) {
 }
 
 TEST(CpuErrors, Float64IsUnsupported) {
-  const std::string sentence =
-      "group_norm: this backend serves float32, bfloat16 and float16, got float64";
+  const std::string sentence = "group_norm: this backend serves float32, bfloat16 and float16, got float64";
   Problem p = valid();
   p.x = DType::float64;
   expect_error<Unsupported>(p, sentence);

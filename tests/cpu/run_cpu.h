@@ -70,8 +70,10 @@ inline cpu::ForwardArguments forward_arguments(const Inputs& in, Forward& out) {
   return a;
 }
 
-inline Forward run_forward(const Problem& p, const Inputs& in, const cpu::ParallelFor& parallel = cpu::serial) {
-  Forward out{rubbish(p.y, p.elements()), std::vector<float>(static_cast<std::size_t>(3 * p.samples * p.groups))};
+inline Forward run_forward(const Problem& p, const Inputs& in,
+                           const cpu::ParallelFor& parallel = cpu::serial) {
+  Forward out{rubbish(p.y, p.elements()),
+              std::vector<float>(static_cast<std::size_t>(3 * p.samples * p.groups))};
   const Workspace workspace(cpu::forward_workspace(p));
   cpu::ForwardArguments a = forward_arguments(in, out);
   a.workspace = workspace.get();
@@ -106,16 +108,19 @@ inline cpu::ParallelFor random_ranges(int threads, std::uint64_t seed) {
     Random random(seed);
     std::vector<std::pair<std::int64_t, std::int64_t>> ranges;
     for (std::int64_t begin = 0; begin < count;) {
-      const std::int64_t end = begin + random.integer(1, std::max<std::int64_t>(1, 2 * count / (3 * threads)));
+      const std::int64_t end =
+          begin + random.integer(1, std::max<std::int64_t>(1, 2 * count / (3 * threads)));
       ranges.emplace_back(begin, std::min(end, count));
       begin = ranges.back().second;
     }
     for (std::size_t i = ranges.size(); i > 1; --i)
-      std::swap(ranges[i - 1], ranges[static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(i) - 1))]);
+      std::swap(ranges[i - 1],
+                ranges[static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(i) - 1))]);
     std::vector<std::thread> workers;
     for (int t = 0; t < threads; ++t)
       workers.emplace_back([&, t] {
-        for (std::size_t i = static_cast<std::size_t>(t); i < ranges.size(); i += static_cast<std::size_t>(threads))
+        for (std::size_t i = static_cast<std::size_t>(t); i < ranges.size();
+             i += static_cast<std::size_t>(threads))
           body(ranges[i].first, ranges[i].second);
       });
     for (std::thread& worker : workers) worker.join();
