@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import zlib
 from dataclasses import dataclass
@@ -49,8 +50,9 @@ def read_map(folder: Path, kind: str) -> np.ndarray:
     if not path.is_file():
         raise DataError(f"the data file {path} is missing; install it again: {REPAIR}")
     try:
-        # gzip's checksum is only tested by reading to the end, which asarray does.
-        volume = np.asarray(nibabel.load(path).dataobj)
+        # Unpacked whole: nibabel.load stops before gzip's checksum, and lets wrong voxels pass.
+        content = gzip.decompress(path.read_bytes())
+        volume = np.asarray(nibabel.Nifti1Image.from_bytes(content).dataobj)
     except (OSError, EOFError, ValueError, zlib.error, nibabel.filebasedimages.ImageFileError) as e:
         why = " ".join(str(e).split()) or type(e).__name__
         what = f"the data file {path} is damaged ({why})"
