@@ -151,7 +151,7 @@ class Patches:
         return np.clip(voxel - inside, 0, np.array(self.labels.shape) - self.size)
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images `float32[batch, size, size, size, 2]` and labels `int64[batch, size, size, size]`."""
+        """Images `float32[batch, size, size, size, 2]`, labels `int64[batch, size, size, size]`."""
         images, labels = [], []
         for _ in range(self.batch):
             cube = tuple(slice(int(s), int(s) + self.size) for s in self.start())
