@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import zlib
 from dataclasses import dataclass
@@ -49,8 +50,9 @@ def read_map(folder: Path, kind: str) -> np.ndarray:
     if not path.is_file():
         raise DataError(f"the data file {path} is missing; install it again: {REPAIR}")
     try:
-        # gzip's checksum is only tested by reading to the end, which asarray does.
-        volume = np.asarray(nibabel.load(path).dataobj)
+        # Unpacked whole: nibabel.load stops before gzip's checksum, and lets wrong voxels pass.
+        content = gzip.decompress(path.read_bytes())
+        volume = np.asarray(nibabel.Nifti1Image.from_bytes(content).dataobj)
     except (OSError, EOFError, ValueError, zlib.error, nibabel.filebasedimages.ImageFileError) as e:
         why = " ".join(str(e).split()) or type(e).__name__
         what = f"the data file {path} is damaged ({why})"
@@ -149,7 +151,7 @@ class Patches:
         return np.clip(voxel - inside, 0, np.array(self.labels.shape) - self.size)
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images `float32[batch, size, size, size, 2]` and labels `int64[batch, size, size, size]`."""
+        """Images `float32[batch, size, size, size, 2]`, labels `int64[batch, size, size, size]`."""
         images, labels = [], []
         for _ in range(self.batch):
             cube = tuple(slice(int(s), int(s) + self.size) for s in self.start())

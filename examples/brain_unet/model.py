@@ -97,5 +97,5 @@ def receptive_field(depth: int) -> int:
 
 
 def channels_last_input(volume: Tensor) -> Tensor:
-    """`Tensor[N, X, Y, Z, 2]` seen as `Tensor[N, 2, X, Y, Z]` in channels_last_3d, without a copy."""
+    """`Tensor[N, X, Y, Z, 2]` seen as `Tensor[N, 2, X, Y, Z]` in channels_last_3d; no copy."""
     return volume.movedim(-1, 1)

@@ -191,7 +191,7 @@ def time_picture(result: dict, path: Path) -> None:
         axis.text(norm + rest, i, f" {norm:.1f} + {rest:.1f} ms", va="center", fontsize=8)
     axis.set(yticks=range(len(ARMS)), xlabel="ms a step: GroupNorm with ReLU (colour), rest (grey)")
     axis.set_yticklabels(ARMS.values())
-    axis.margins(x=0.15)
+    axis.margins(x=0.3)
     axis.invert_yaxis()
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -260,7 +260,7 @@ BAD_OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("arguments, sentence", BAD_OPTIONS, ids=lambda v: " ".join(v)[:20])
+@pytest.mark.parametrize("arguments, sentence", BAD_OPTIONS, ids=range(len(BAD_OPTIONS)))
 def test_bad_option_gets_one_sentence_and_status_2(tmp_path, arguments, sentence):
     out = [] if "--out" in arguments else ["--out", tmp_path]
     done = run_demo(*arguments, *out, cwd=tmp_path)
