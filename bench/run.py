@@ -12,7 +12,7 @@ import torch
 from . import accuracy, arms, report
 from .arms import Operands
 from .precompile import precompile
-from .timing import Timer, capture
+from .timing import Timer, capture, capture_copy
 
 PRECOMPILE_SHARE = 0.5  # of what is left of the budget
 PRECOMPILE_SECONDS = 240.0
@@ -85,7 +85,7 @@ class Bench:
     def _time(self, which: str, functions: dict, o: Operands, found: dict[str, dict]) -> dict:
         target = torch.empty_like(o.x, requires_grad=False)
         source = o.x.detach()
-        graphs = {"copy": capture(lambda: target.copy_(source))}
+        graphs = {"copy": capture_copy(target, source)}
         for arm, function in functions.items():
             if "error" in found[arm]:
                 continue
