@@ -1,5 +1,184 @@
 // SPDX-License-Identifier: Apache-2.0
-// placeholder
+// Plans without a GPU: legal on every described device for every named case, every part of the work done once.
+#include "cuda/plan.h"
+
 #include <gtest/gtest.h>
 
-TEST(PlaceholderPlan, IsReplacedByTheRealTest) { SUCCEED(); }
+#include <map>
+#include <sstream>
+
+#include "cuda/work.h"
+#include "support/cases.h"
+#include "support/data.h"
+
+namespace steadynorm::test {
+namespace {
+
+using namespace cuda;
+
+DeviceInfo device(const char* name, int major, int sms, std::size_t shared_per_sm, std::size_t shared_per_block) {
+  return {name, major, 0, sms, 2048, 65536, shared_per_sm, shared_per_block, std::size_t{50} << 20};
+}
+
+const DeviceInfo kDevices[] = {device("A100", 8, 108, 167936, 166912), device("H200", 9, 132, 233472, 232448),
+                               device("B200", 10, 148, 233472, 232448)};
+constexpr DType kTypes[] = {DType::float32, DType::bfloat16, DType::float16};
+
+std::vector<Problem> problems() {
+  std::vector<Problem> list;
+  for (const Case& c : named_cases())
+    for (const DType dtype : kTypes) {
+      Problem p = c.problem;
+      p.x = p.y = dtype;
+      list.push_back(p);
+    }
+  Random random(3);
+  for (int i = 0; i < 300; ++i) list.push_back(random_problem(random, 3000000));
+  return list;
+}
+
+TEST(CudaPlan, IsLegalForEveryCaseOnEveryDevice) {
+  for (const Problem& p : problems())
+    for (const DeviceInfo& d : kDevices)
+      for (const Plan& plan : legal_plans(p, d)) EXPECT_NO_THROW(require_legal(plan, d)) << describe(p) << plan;
+}
+
+TEST(CudaPlan, IsDeterministicAndPrintable) {
+  for (const Problem& p : problems())
+    for (const DeviceInfo& d : kDevices) {
+      const Plan plan = choose_plan(p, d);
+      EXPECT_EQ(plan, choose_plan(p, d)) << describe(p);
+      std::ostringstream text;
+      text << plan;
+      EXPECT_NE(text.str().find("statistics"), std::string::npos);
+    }
+}
+
+TEST(CudaPlan, ChannelsOfAVectorStayTogetherInTheNamedCases) {
+  for (const Case& c : named_cases()) {
+    if (c.problem.layout != Layout::channels_last) continue;
+    for (const DType dtype : kTypes) {
+      Problem p = c.problem;
+      p.x = p.y = dtype;
+      const Plan plan = choose_plan(p, kDevices[1]);
+      EXPECT_TRUE(plan.columns.vectors && plan.sum_columns.vectors) << c.name;
+      EXPECT_EQ(plan.columns.slab % plan.columns.width, 0) << c.name;
+    }
+  }
+}
+
+// Statistics, contiguous: the units of all blocks' warps cover x, and each root, once.
+void expect_contiguous_units_cover(const Problem& p, const Plan& plan) {
+  const Dimensions d = dimensions_of(p);
+  ASSERT_EQ(plan.runs.warps % plan.runs.runs_per_unit, 0);
+  EXPECT_GE(plan.statistics.blocks * (plan.runs.warps / plan.runs.runs_per_unit), contiguous_units(d)) << describe(p);
+  EXPECT_GE(plan.runs.runs_per_unit * plan.runs.leaves_per_run * kContiguousLeaf,
+            d.tree.unit_channels == 1 ? d.tree.unit_positions : d.tree.unit_channels * d.S)
+      << describe(p);
+  std::map<std::int64_t, std::int64_t> parts;
+  std::map<std::int64_t, int> roots;
+  for (std::int64_t i = 0; i < contiguous_units(d); ++i) {
+    const ContiguousUnit unit = contiguous_unit(d, i);
+    parts[unit.begin] = unit.length;
+    ++roots[unit.root];
+  }
+  std::int64_t next = 0;
+  for (const auto& [begin, length] : parts) {
+    ASSERT_EQ(begin, next) << describe(p);
+    next += length;
+  }
+  EXPECT_EQ(next, p.elements()) << describe(p);
+  EXPECT_EQ(static_cast<std::int64_t>(roots.size()), d.N * d.G * d.tree.roots());
+  EXPECT_EQ(roots.rbegin()->first, d.N * d.G * d.tree.roots() - 1);
+
+  next = 0;
+  for (std::int64_t i = 0; i < contiguous_sum_units(d); ++i) {
+    const ChannelUnit unit = contiguous_sum_unit(d, i);
+    ASSERT_EQ(unit.begin, next) << describe(p);
+    next += unit.length;
+  }
+  EXPECT_EQ(next, p.elements()) << describe(p);
+}
+
+// channels_last: the slabs of a place cover its channels once, and no channel unit is cut.
+void expect_slabs_cover(const Problem& p, const Columns& columns, const Launch& launch, bool whole_units) {
+  const Dimensions d = dimensions_of(p);
+  EXPECT_EQ(launch.blocks, d.N * d.tree.spatial_units * columns.slabs);
+  EXPECT_GE(columns.columns * columns.width, columns.slab) << describe(p);
+  EXPECT_EQ(columns.lanes & (columns.lanes - 1), 0);
+  EXPECT_GE(columns.rounds * columns.lanes * d.tree.leaf_positions, std::min(d.tree.unit_positions, d.S)) << describe(p);
+  if (columns.rounds > 1) EXPECT_GT(std::int64_t{1} << columns.levels, columns.rounds);
+  std::int64_t next = 0;
+  for (std::int64_t s = 0; s < columns.slabs; ++s) {
+    const SlabUnit slab = slab_unit(d, columns, s);
+    ASSERT_EQ(slab.channel_begin, next) << describe(p);
+    next = slab.channel_end;
+    ASSERT_LE(slab.channel_end - slab.channel_begin, columns.slab) << describe(p);
+    if (columns.vectors) EXPECT_EQ(slab.channel_begin % columns.width, 0) << describe(p);
+    if (whole_units)
+      for (const std::int64_t border : {slab.channel_begin, slab.channel_end})
+        EXPECT_TRUE(border % d.D == 0 || border % d.D % kChannelBlock == 0) << describe(p);
+  }
+  EXPECT_EQ(next, d.C) << describe(p);
+  const SlabUnit last = slab_unit(d, columns, launch.blocks - 1);
+  EXPECT_EQ(last.n, d.N - 1);
+  EXPECT_EQ(last.unit, d.tree.spatial_units - 1);
+}
+
+void expect_sweep_covers(const Problem& p, const Sweep& sweep, const Launch& launch) {
+  if (p.layout == Layout::contiguous) {
+    EXPECT_GE(launch.blocks * kTileThreads * kTileVectors * sweep.width, p.elements()) << describe(p);
+    return;
+  }
+  EXPECT_GE(sweep.slabs * sweep.columns * sweep.width, p.channels) << describe(p);
+  EXPECT_EQ(launch.blocks, p.samples * sweep.slabs * divide_up(p.positions, sweep.lanes * sweep.rows)) << describe(p);
+}
+
+TEST(CudaPlan, CoversEveryUnitOnce) {
+  for (const Problem& p : problems())
+    for (const Plan& plan : legal_plans(p, kDevices[1])) {
+      if (p.layout == Layout::channels_last) {
+        expect_slabs_cover(p, plan.columns, plan.statistics, true);
+        expect_slabs_cover(p, plan.sum_columns, plan.sums, false);
+      } else if (p.elements() < 20000000) {
+        expect_contiguous_units_cover(p, plan);
+      }
+      expect_sweep_covers(p, plan.apply, plan.write);
+      expect_sweep_covers(p, plan.gradient, plan.input);
+      if (HasFailure()) return;
+    }
+}
+
+TEST(CudaPlan, OffersAlternativesToTest) {
+  for (const Case& c : named_cases()) EXPECT_GE(legal_plans(c.problem, kDevices[1]).size(), 2u) << c.name;
+}
+
+TEST(CudaPlan, HugeVolumesFitSharedMemory) {
+  for (const DType dtype : kTypes)
+    for (const std::int64_t D : {1, 3, 10, 65, 129, 255, 256, 300, 4096}) {
+      Problem p;
+      p.samples = 1;
+      p.channels = 8 * D;
+      p.groups = 8;
+      p.positions = std::int64_t{1} << 34;
+      p.layout = Layout::channels_last;
+      p.x = p.y = dtype;
+      for (const DeviceInfo& d : kDevices) EXPECT_NO_THROW(require_legal(choose_plan(p, d), d)) << describe(p);
+    }
+}
+
+TEST(CudaPlan, WorkspacesDependOnTheProblemAlone) {
+  Problem p;
+  p.samples = 2;
+  p.channels = 64;
+  p.groups = 8;
+  p.positions = 32 * 32 * 32;
+  p.layout = Layout::channels_last;
+  const ForwardWorkspace w = forward_layout(p);
+  EXPECT_EQ(w.bytes % 256, 0u);
+  EXPECT_GE(w.bytes, static_cast<std::size_t>(2 * 8 * tree_of(p).roots()) * 16);
+  EXPECT_GE(backward_layout(p).bytes, static_cast<std::size_t>(2 * 64 * (tree_of(p).spatial_units + 1)) * 8);
+}
+
+}  // namespace
+}  // namespace steadynorm::test
