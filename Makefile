@@ -93,7 +93,7 @@ build: preflight-build $(package)
 
 # --- Goals -----------------------------------------------------------------------------------------------------------
 demo: preflight-demo $(package) $(demo_tools)
-	@$(python) examples/brain_unet $(ARGS)
+	@$(python) examples/brain_unet/train.py $(ARGS)
 
 # A build that fails is a failed test too, and says so in the last line.
 test: preflight-test

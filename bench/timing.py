@@ -84,8 +84,8 @@ class Launch:
 def capture_copy(target: torch.Tensor, source: torch.Tensor) -> torch.cuda.CUDAGraph | Launch:
     """A device-to-device copy at the best rate that the driver gives it.
 
-    As a graph's node a copy of 512 MiB runs at 2.7 TB/s and from the stream at 4.1; at 256 MiB the node is the
-    faster one, 4.1 against 3.9 (H200, driver 580.159.04, 2026-11-30).
+    As a graph's node a copy of 512 MiB runs at 2.7 TB/s and from the stream at 4.1; at 256 MiB the node is
+    the faster one, 4.1 against 3.9 (H200, driver 580.159.04, 2026-11-30).
     """
     if source.numel() * source.element_size() > 256 << 20:
         return Launch(lambda: target.copy_(source))

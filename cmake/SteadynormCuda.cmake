@@ -24,7 +24,7 @@ if(STEADYNORM_CUDA)  # AUTO or ON
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     enable_language(CUDA)
-    find_package(CUDAToolkit 12.0 REQUIRED)
+    find_package(CUDAToolkit 12.4 REQUIRED)
     if(NOT steadynorm_architectures)
       # Code for each, and PTX of the newest for the GPUs to come.
       if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
@@ -38,7 +38,7 @@ if(STEADYNORM_CUDA)  # AUTO or ON
     set(STEADYNORM_CUDA_SUMMARY "${CUDAToolkit_VERSION} (${STEADYNORM_CUDA_SUMMARY})")
   elseif(NOT STEADYNORM_CUDA STREQUAL "AUTO")
     message(FATAL_ERROR "STEADYNORM_CUDA=ON needs nvcc on PATH, got none "
-                        "(Debian package nvidia-cuda-toolkit, or NVIDIA's own CUDA toolkit 12.0 or newer)")
+                        "(Debian package nvidia-cuda-toolkit, or NVIDIA's own CUDA toolkit 12.4 or newer)")
   else()
     set(STEADYNORM_CUDA_SUMMARY "off (no nvcc)")
   endif()

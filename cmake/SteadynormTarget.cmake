@@ -18,6 +18,12 @@ function(steadynorm_target_properties target)
   target_compile_options(${target} PRIVATE
     $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>
     $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 -fmad=false -Xcompiler=-ffp-contract=off>)
+  # No path of the build machine in a binary: __FILE__ and debug information start at the tree. The last one wins.
+  foreach(map "${PROJECT_SOURCE_DIR}=." "${PROJECT_BINARY_DIR}=build")
+    target_compile_options(${target} PRIVATE
+      $<$<COMPILE_LANGUAGE:CXX>:-ffile-prefix-map=${map}>
+      $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-ffile-prefix-map=${map}>)
+  endforeach()
   if(PROJECT_IS_TOP_LEVEL)
     # nvcc's own generated host code does not survive -Wpedantic. GCC only guesses at maybe-uninitialized, and wrongly
     # for a buffer that one branch fills and the other does not return.

@@ -42,6 +42,7 @@ function(steadynorm_find_torch)
   add_library(steadynorm_libtorch INTERFACE IMPORTED)
   target_include_directories(steadynorm_libtorch SYSTEM INTERFACE
     ${root}/include ${root}/include/torch/csrc/api/include)
+  target_compile_options(steadynorm_libtorch INTERFACE -ffile-prefix-map=${root}=torch)  # its checks hold __FILE__
   target_link_libraries(steadynorm_libtorch INTERFACE ${root}/lib/libtorch_cpu.so ${root}/lib/libc10.so)
   set(STEADYNORM_WITH_TORCH ON)
   set(STEADYNORM_TORCH_VERSION ${version})

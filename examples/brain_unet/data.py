@@ -26,7 +26,7 @@ notice  Copyright (C) 1993-2009 Louis Collins, McConnell Brain Imaging Centre, M
         and its documentation for any purpose and without fee is hereby granted, provided that the
         above copyright notice appear in all copies. Provided "as is", without warranty."""
 
-REPAIR = "pip install --force-reinstall --no-deps -r examples/brain_unet/requirements-data.txt"
+REPAIR = "pip install --force-reinstall --no-deps -r requirements/demo-data.txt"
 
 
 class DataError(Exception):

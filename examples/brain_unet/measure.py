@@ -69,8 +69,12 @@ class Census:
     def rows(self) -> list[dict[str, str]]:
         """One row a site; where steps differed, every value that was seen."""
         keys = ("out_dtype", "memory_format", "rung")
+
+        def columns(seen):
+            return zip(keys, zip(*seen, strict=True), strict=True)
+
         return [
-            {"name": name, **{k: ", ".join(dict.fromkeys(v)) for k, v in zip(keys, zip(*seen))}}
+            {"name": name, **{k: ", ".join(dict.fromkeys(v)) for k, v in columns(seen)}}
             for name, seen in self.seen.items()
             if seen
         ]
@@ -144,9 +148,7 @@ class PeakMemory:
         """On a CPU nothing counts along, so one more step is traced with every allocation."""
         if self.cuda:
             return
-        with profile(
-            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        ) as trace:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as trace:
             run_step()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
@@ -181,5 +183,5 @@ def running_mean(values: list[float], width: int = 10) -> list[float]:
 
 def max_relative_gap(reference: list[float], other: list[float]) -> float | None:
     """The largest relative distance of the two running means of 10 losses."""
-    pairs = zip(running_mean(reference), running_mean(other))
+    pairs = zip(running_mean(reference), running_mean(other), strict=True)
     return max((abs(b - a) / abs(a) for a, b in pairs), default=None)

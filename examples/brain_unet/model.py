@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 
@@ -50,12 +52,10 @@ class UNet(nn.Module):
         super().__init__()
         channels = [width << level for level in range(depth)]
         self.down = nn.ModuleList(
-            Block(c_in, c_out, norm) for c_in, c_out in zip([INPUTS, *channels], channels)
+            Block(c_in, c_out, norm) for c_in, c_out in itertools.pairwise((INPUTS, *channels))
         )
         self.pool = nn.MaxPool3d(2)
-        self.rise = nn.ModuleList(
-            nn.ConvTranspose3d(2 * c, c, 2, stride=2) for c in reversed(channels[:-1])
-        )
+        self.rise = nn.ModuleList(nn.ConvTranspose3d(2 * c, c, 2, stride=2) for c in reversed(channels[:-1]))
         self.up = nn.ModuleList(Block(2 * c, c, norm) for c in reversed(channels[:-1]))
         self.head = nn.Conv3d(width, classes, 1)
         # The outermost skip: absolute intensity, which every normalisation takes away.
@@ -67,7 +67,7 @@ class UNet(nn.Module):
             x = block(self.pool(x) if level else x)
             skips.append(x)
         skips.pop()
-        for rise, block in zip(self.rise, self.up):
+        for rise, block in zip(self.rise, self.up, strict=True):
             x = block(torch.cat((skips.pop(), rise(x)), dim=1))
         return self.head(x) + self.direct(image)
 

@@ -38,8 +38,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
         description="Train a 3-D U-Net with GroupNorm to segment grey and white matter in the "
         "MNI152 T1 volume, once with torch.nn.GroupNorm and once with steadynorm.GroupNorm, from "
         "the same initial weights, on the same patches, in alternating steps; then compare.",
-        epilog="Ctrl-C writes the report so far. Exit status: 0 done, 2 bad option or data, 130 "
-        "interrupted.",
+        epilog="Ctrl-C writes the report so far. Exit status: 0 done, 2 bad option or data, 130 interrupted.",
     )
     positive = integer("an integer of at least 1", lambda v: v >= 1)
     add = parser.add_argument
@@ -82,8 +81,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
         probe.unlink()
     except OSError as e:
         parser.error(
-            f"argument --out: expected a folder that can be written to, got {options.out} "
-            f"({e.strerror})"
+            f"argument --out: expected a folder that can be written to, got {options.out} ({e.strerror})"
         )
     return options
 

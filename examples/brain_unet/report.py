@@ -11,8 +11,8 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-import numpy as np  # noqa: E402
+import matplotlib.pyplot as plt
+import numpy as np
 
 ARMS = {"stock": "torch.nn.GroupNorm", "steadynorm": "steadynorm.GroupNorm"}
 COLOURS = {"stock": "#b5651d", "steadynorm": "#1f6f8b"}
@@ -105,15 +105,13 @@ def verdicts(result: dict) -> list[str]:
     if gap is not None:
         side = "within" if gap <= LOSS_BAR else "ABOVE"
         lines.append(
-            f"loss curves at most {gap:.2e} apart (relative, running mean of 10), {side} "
-            f"{LOSS_BAR:.0e}"
+            f"loss curves at most {gap:.2e} apart (relative, running mean of 10), {side} {LOSS_BAR:.0e}"
         )
     off, sites = result["sites_off_target"], result["sites"]
     if sites:
         lines.append(
             f"{len(sites) - len(off)} of {len(sites)} GroupNorm sites are bfloat16, "
-            "channels_last_3d and served by the native rung"
-            + (f"; NOT: {', '.join(off)}" if off else "")
+            "channels_last_3d and served by the native rung" + (f"; NOT: {', '.join(off)}" if off else "")
         )
     if result["device"] == "cpu":
         lines.append(CPU_NOTE)
@@ -122,7 +120,7 @@ def verdicts(result: dict) -> list[str]:
 
 def aligned(head: tuple, rows: list[tuple]) -> str:
     wide = [max(len(r[i]) for r in (head, *rows)) for i in range(len(head))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(r, wide)).rstrip() for r in (head, *rows)]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(r, wide, strict=True)).rstrip() for r in (head, *rows)]
     return "\n".join((lines[0], "-" * (sum(wide) + 2 * len(wide) - 2), *lines[1:]))
 
 
@@ -172,7 +170,7 @@ def slice_picture(brain, predicted, path: Path) -> None:
     figure, axes = plt.subplots(1, 4, figsize=(12, 3.6), layout="constrained")
     titles = ("T1", "true tissue", "predicted tissue", "wrong voxels")
     pictures = (t1, truth, guess, (truth != guess).astype(np.uint8))
-    for axis, title, picture, top in zip(axes, titles, pictures, (255, 2, 2, 1)):
+    for axis, title, picture, top in zip(axes, titles, pictures, (255, 2, 2, 1), strict=True):
         axis.imshow(picture, cmap="gray", origin="lower", vmin=0, vmax=top, interpolation="nearest")
         axis.set(title=title, xticks=[], yticks=[])
     place = f"Validation part, slice {brain.valid.start + middle} from the back"
@@ -183,7 +181,7 @@ def slice_picture(brain, predicted, path: Path) -> None:
 
 def time_picture(result: dict, path: Path) -> None:
     figure, axis = plt.subplots(figsize=(8, 2.2), layout="constrained")
-    for i, (name, title) in enumerate(ARMS.items()):
+    for i, name in enumerate(ARMS):
         arm = result["arms"][name]
         norm, rest = arm["norm_ms"], max(0.0, arm["rest_ms"])
         axis.barh(i, norm, color=COLOURS[name])
@@ -222,8 +220,7 @@ def html_table(head: tuple, rows: list[tuple]) -> str:
 def page(result: dict, pictures: list[Path]) -> str:
     """One HTML file that needs no other."""
     images = "".join(
-        f'<p><img alt="{p.stem}" src="data:image/png;base64,'
-        f'{base64.b64encode(p.read_bytes()).decode()}"></p>'
+        f'<p><img alt="{p.stem}" src="data:image/png;base64,{base64.b64encode(p.read_bytes()).decode()}"></p>'
         for p in pictures
     )
     plain = {k: v for k, v in result.items() if k in ("options", "split", "versions")}

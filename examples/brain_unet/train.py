@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 # The profiler probes for a GPU and complains on machines that have none.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-from options import parse_options  # noqa: E402
+from options import parse_options
 
-# Rounding drives the arms apart faster the larger it is: their gap over 80 to 100 steps was 2.4e-4 at 1e-2, 4.6e-3 at 2e-2.
+# Rounding drives the arms apart faster the larger it is: their gap over 80 to 100 steps was 2.4e-4 at 1e-2,
+# 4.6e-3 at 2e-2.
 LEARNING_RATE = 1.5e-2
 CLIP = 1.0  # largest norm of the gradient
 WARM_UP = 0.1  # share of the steps
@@ -109,8 +110,9 @@ def make_arms(options) -> list[Arm]:
     """Both arms, from the same initial weights: ours loads the stock model's state dict."""
     import measure
     import model as unet
-    import steadynorm
     import torch
+
+    import steadynorm
 
     torch.manual_seed(options.seed)
     arms, state = [], None
@@ -125,9 +127,7 @@ def make_arms(options) -> list[Arm]:
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimiser, lambda step: learning_rate_factor(step, options.steps)
         )
-        census = measure.Census(
-            unet.norm_sites(net), steadynorm.last_rung if name == "steadynorm" else None
-        )
+        census = measure.Census(unet.norm_sites(net), steadynorm.last_rung if name == "steadynorm" else None)
         memory = measure.PeakMemory(options.device)
         arms.append(Arm(name, net, optimiser, schedule, census, memory))
     return arms
@@ -181,10 +181,7 @@ def predict(options, brain, arm: Arm, interrupt: Interrupt):
     total[0] = 1e-6  # where no window comes
     starts = [data.window_starts(n, size, size // 2) for n in shape]
     cubes = [
-        tuple(slice(s, s + size) for s in (a, b, c))
-        for a in starts[0]
-        for b in starts[1]
-        for c in starts[2]
+        tuple(slice(s, s + size) for s in (a, b, c)) for a in starts[0] for b in starts[1] for c in starts[2]
     ]
     cubes = [cube for cube in cubes if brain.valid.t1[cube].any()]
     with torch.no_grad():
@@ -193,7 +190,7 @@ def predict(options, brain, arm: Arm, interrupt: Interrupt):
             x = unet.channels_last_input(torch.stack([image[c] for c in some]).to(device))
             with torch.autocast(device.type, torch.bfloat16):
                 scores = arm.model(x)
-            for cube, p in zip(some, scores.float().softmax(1).cpu()):
+            for cube, p in zip(some, scores.float().softmax(1).cpu(), strict=True):
                 total[(slice(None), *cube)] += p * weight
             if interrupt.set:
                 return None
@@ -234,8 +231,9 @@ def summarise(options, brain, arms: list[Arm], baseline: dict, interrupted: bool
     """The content of report.json."""
     import measure
     import model as unet
-    import steadynorm
     import torch
+
+    import steadynorm
 
     stock, ours = arms
     steps = len(ours.losses)
@@ -306,11 +304,11 @@ def device_name(device) -> str:
 def main(argv: list[str] | None = None) -> int:
     options = parse_options(argv)
     try:
-        import steadynorm  # noqa: F401
-
         import data
         import model as unet
         import report
+
+        import steadynorm  # noqa: F401
     except ModuleNotFoundError as e:
         print(
             f"brain_unet: the Python package {e.name} is missing; `make demo` installs it",

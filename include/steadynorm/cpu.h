@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // GroupNorm on the CPU. Allocates nothing and starts no thread: workspace and threads are the caller's.
 //
-// Every call validates its Problem (InvalidArgument). Bits: y and dx of a sample depend on that sample's values and on
-// (C, G, S, layout, eps, activation) alone, not on N, threads, storage dtypes or which outputs are asked for.
+// Every call validates its Problem (InvalidArgument). Bits: y and dx of a sample depend on that sample's
+// values and on (C, G, S, layout, eps, activation) alone, not on N, threads, storage dtypes or which outputs
+// are asked for.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +14,8 @@
 
 namespace steadynorm::cpu {
 
-// Calls body(begin, end) over disjoint ranges that cover [0, count), on any threads, and returns when all are done.
+// Calls body(begin, end) over disjoint ranges that cover [0, count), on any threads, and returns when all are
+// done.
 using ParallelBody = std::function<void(std::int64_t begin, std::int64_t end)>;
 using ParallelFor = std::function<void(std::int64_t count, const ParallelBody& body)>;
 
@@ -24,9 +26,9 @@ struct ForwardArguments {
   const void* x = nullptr;       // [N, C, S] or [N, S, C] by layout
   const void* weight = nullptr;  // [C] or [N, C]; null when problem.weight is missing
   const void* bias = nullptr;
-  void* y = nullptr;             // x's layout, dtype problem.y
-  float* statistics = nullptr;   // [3, N, G]: mean hi, mean lo, rstd
-  void* workspace = nullptr;     // forward_workspace(problem) bytes, 64-byte aligned
+  void* y = nullptr;            // x's layout, dtype problem.y
+  float* statistics = nullptr;  // [3, N, G]: mean hi, mean lo, rstd
+  void* workspace = nullptr;    // forward_workspace(problem) bytes, 64-byte aligned
 };
 
 struct BackwardArguments {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// GroupNorm on a CUDA device. No CUDA header is needed to include this one. Allocates nothing and never synchronises:
-// workspace and stream are the caller's, the current device is the one that holds the data. Safe to capture in a graph.
+// GroupNorm on a CUDA device. No CUDA header is needed to include this one. Allocates nothing and never
+// synchronises: workspace and stream are the caller's, the current device is the one that holds the data.
+// Safe to capture in a graph.
 #pragma once
 
 #include <cstddef>
@@ -16,9 +17,9 @@ struct ForwardArguments {
   const void* x = nullptr;       // [N, C, S] or [N, S, C] by layout
   const void* weight = nullptr;  // [C] or [N, C]; null when problem.weight is missing
   const void* bias = nullptr;
-  void* y = nullptr;             // x's layout, dtype problem.y
-  float* statistics = nullptr;   // [3, N, G]: mean hi, mean lo, rstd
-  void* workspace = nullptr;     // forward_workspace(problem) bytes, 256-byte aligned, any contents
+  void* y = nullptr;            // x's layout, dtype problem.y
+  float* statistics = nullptr;  // [3, N, G]: mean hi, mean lo, rstd
+  void* workspace = nullptr;    // forward_workspace(problem) bytes, 256-byte aligned, any contents
 };
 
 struct BackwardArguments {
@@ -36,7 +37,8 @@ struct BackwardArguments {
 std::size_t forward_workspace(const Problem&);
 std::size_t backward_workspace(const Problem&);
 
-// InvalidArgument by validate(); Unsupported when the build has no code for the device; DeviceError when a launch fails.
+// InvalidArgument by validate(); Unsupported when the build has no code for the device; DeviceError when a
+// launch fails.
 void forward(const Problem&, const ForwardArguments&, Stream);
 void backward(const Problem&, const BackwardArguments&, Stream);
 

@@ -35,8 +35,7 @@ class Unsupported : public std::runtime_error {
 // The device reported an error; `name` is the device runtime's own name for it.
 class DeviceError : public std::runtime_error {
  public:
-  DeviceError(const std::string& what, std::string name)
-      : std::runtime_error(what), name_(std::move(name)) {}
+  DeviceError(const std::string& what, std::string name) : std::runtime_error(what), name_(std::move(name)) {}
   const std::string& name() const noexcept { return name_; }
 
  private:

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Activations and their derivatives in fp32. The formulas are the same for every backend; the two primitives under
-// them, the exponential and the reciprocal, are the host's or the device's. Errors: docs/numerics.md, "Activations".
+// Activations and their derivatives in fp32. The formulas are the same for every backend; the two primitives
+// under them, the exponential and the reciprocal, are the host's or the device's. Errors: docs/numerics.md,
+// "Activations".
 #pragma once
 
 #include "core/numeric.h"
@@ -16,7 +17,8 @@ STEADYNORM_HD float exp_nonpositive(float t) {
   return r;
 #else
   if (!(t >= -86.0f)) return t == t ? 0.0f : t;
-  // t = k ln2 + r, |r| <= ln2 / 2, with ln2 in two parts so that r is exact; 1.5 * 2^23 rounds to the nearest integer.
+  // t = k ln2 + r, |r| <= ln2 / 2, with ln2 in two parts so that r is exact; 1.5 * 2^23 rounds to the nearest
+  // integer.
   const float shifted = t * 1.44269504088896341f + 12582912.0f;
   const float k = shifted - 12582912.0f;
   const float r = (t - k * 0.693359375f) - k * -2.12194440e-4f;
@@ -64,7 +66,8 @@ struct Normal {
 STEADYNORM_HD Normal normal(float z) {
   const float a = z > 0 ? -z : z;
   const float e = exp_nonpositive(a * a * -0.5f);
-  // integral(-|z|) = e^(-z^2/2) p(1 / (1 + 0.35 |z|)); minimax fit over |z| <= 14, 0.45 * 2^-24 relative before rounding.
+  // integral(-|z|) = e^(-z^2/2) p(1 / (1 + 0.35 |z|)); minimax fit over |z| <= 14, 0.45 * 2^-24 relative
+  // before rounding.
   const float t = reciprocal(1.0f - 0.35f * a);
   float p = -0.028045475482940674f;
   p = p * t + 0.13825730979442596f;
@@ -90,8 +93,10 @@ struct TanhGate {
 };
 
 STEADYNORM_HD TanhGate tanh_gate(float z) {
-  const float c = z > 30 ? 30.0f : (z < -30 ? -30.0f : z);  // saturated long before; keeps c^3 finite, and a NaN
-  return {sigmoid(kTanhScale * (c + kTanhCubic * (c * c * c))), kTanhScale * (1.0f + 3.0f * kTanhCubic * (c * c))};
+  const float c =
+      z > 30 ? 30.0f : (z < -30 ? -30.0f : z);  // saturated long before; keeps c^3 finite, and a NaN
+  return {sigmoid(kTanhScale * (c + kTanhCubic * (c * c * c))),
+          kTanhScale * (1.0f + 3.0f * kTanhCubic * (c * c))};
 }
 
 // A NaN passes through every activation, and lets its gradient pass.

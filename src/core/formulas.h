@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every quantity's one formula, shared by the backends, forward and backward. docs/numerics.md derives their errors.
+// Every quantity's one formula, shared by the backends, forward and backward. docs/numerics.md derives their
+// errors.
 #pragma once
 
 #include <cmath>
@@ -12,7 +13,8 @@ namespace steadynorm {
 
 // ---- statistics ----
 
-// Moments of a set of values. count is an integer, exact in double; m2 is the sum of squared deviations from mean.
+// Moments of a set of values. count is an integer, exact in double; m2 is the sum of squared deviations from
+// mean.
 struct Moments {
   double count = 0;
   double mean = 0;
@@ -24,7 +26,8 @@ STEADYNORM_HD Moments merge(const Moments& a, const Moments& b) {
   if (b.count == 0) return a;
   if (a.count == 0) return b;
   const double count = a.count + b.count;
-  const double share = a.count == b.count ? 0.5 : b.count / count;  // equal counts need no division, and give its bits
+  const double share =
+      a.count == b.count ? 0.5 : b.count / count;  // equal counts need no division, and give its bits
   const double delta = b.mean - a.mean;
   return {count, a.mean + delta * share, (a.m2 + b.m2) + delta * delta * (a.count * share)};
 }
@@ -37,9 +40,12 @@ STEADYNORM_HD Moments micro_batch_moments(int count, float m, float d, float q) 
   return {static_cast<double>(count), static_cast<double>(m) + correction, m2 > 0 ? m2 : 0};
 }
 
-// Whether q lost nothing to overflow or underflow. Otherwise (huge, tiny or constant values, NaN) the micro-batch is
-// computed again in double from the values that are still at hand. Below 2^-100, squares begin to leave fp32's range.
-STEADYNORM_HD bool is_reliable(float q) { return q >= 7.8886090522101181e-31f && q <= 3.4028234663852886e38f; }
+// Whether q lost nothing to overflow or underflow. Otherwise (huge, tiny or constant values, NaN) the
+// micro-batch is computed again in double from the values that are still at hand. Below 2^-100, squares begin
+// to leave fp32's range.
+STEADYNORM_HD bool is_reliable(float q) {
+  return q >= 7.8886090522101181e-31f && q <= 3.4028234663852886e38f;
+}
 
 // mean as hi + lo, so that x - mean loses nothing when |mean| >> deviation.
 struct Statistics {
@@ -88,7 +94,8 @@ STEADYNORM_HD GroupMeans group_means(const ChannelSums& sums, double group_size)
 }
 
 // weight * dz rounds as it did in the sums, so that a group of one element gives exactly 0.
-STEADYNORM_HD float input_gradient(float weight, float dz, float normalized, const GroupMeans& means, float rstd) {
+STEADYNORM_HD float input_gradient(float weight, float dz, float normalized, const GroupMeans& means,
+                                   float rstd) {
   return rstd * ((weight * dz - means.dz) - normalized * means.dz_normalized);
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Storage types as bits, and the one rounding between them and fp32.
 //
-// Arithmetic is pinned: core, cpu and cuda are compiled without contraction (-ffp-contract=off, -fmad=false), so
-// a * b + c rounds twice everywhere and a formula gives the same bits on every instruction set.
+// Arithmetic is pinned: core, cpu and cuda are compiled without contraction (-ffp-contract=off, -fmad=false),
+// so a * b + c rounds twice everywhere and a formula gives the same bits on every instruction set.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,8 @@
 #if defined(__CUDACC__)
 #define STEADYNORM_HD __host__ __device__ __forceinline__
 #else
-// Forced, so that an object compiled for a newer instruction set exports no copy that an older machine could link to.
+// Forced, so that an object compiled for a newer instruction set exports no copy that an older machine could
+// link to.
 #define STEADYNORM_HD inline __attribute__((always_inline))
 #endif
 
@@ -38,7 +39,9 @@ STEADYNORM_HD float float_of(std::uint32_t bits) {
 }
 
 STEADYNORM_HD float to_float(float value) { return value; }
-STEADYNORM_HD float to_float(BFloat16 value) { return float_of(static_cast<std::uint32_t>(value.bits) << 16); }
+STEADYNORM_HD float to_float(BFloat16 value) {
+  return float_of(static_cast<std::uint32_t>(value.bits) << 16);
+}
 
 STEADYNORM_HD float to_float(Float16 value) {
   const std::uint32_t sign = static_cast<std::uint32_t>(value.bits & 0x8000u) << 16;

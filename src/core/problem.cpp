@@ -21,26 +21,31 @@ void require_parameter(const char* name, const Parameter& parameter, DType x) {
 
 const char* to_string(DType dtype) {
   switch (dtype) {
-    case DType::float32: return "float32";
-    case DType::bfloat16: return "bfloat16";
-    case DType::float16: return "float16";
-    case DType::float64: return "float64";
+    case DType::float32:
+      return "float32";
+    case DType::bfloat16:
+      return "bfloat16";
+    case DType::float16:
+      return "float16";
+    case DType::float64:
+      return "float64";
   }
   return "unknown dtype";
 }
 
-const char* to_string(Layout layout) {
-  return layout == Layout::contiguous ? "contiguous" : "channels_last";
-}
+const char* to_string(Layout layout) { return layout == Layout::contiguous ? "contiguous" : "channels_last"; }
 
 const char* to_string(Activation activation) { return kActivations[static_cast<int>(activation)]; }
 
 std::size_t size_of(DType dtype) {
   switch (dtype) {
-    case DType::float64: return 8;
-    case DType::float32: return 4;
+    case DType::float64:
+      return 8;
+    case DType::float32:
+      return 4;
     case DType::bfloat16:
-    case DType::float16: return 2;
+    case DType::float16:
+      return 2;
   }
   return 0;
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The reduction tree of a problem: a function of (D, S, layout) alone, so that no launch, thread count, batch or storage
-// type can change a bit. docs/numerics.md, "The tree", is its specification.
+// The reduction tree of a problem: a function of (D, S, layout) alone, so that no launch, thread count, batch
+// or storage type can change a bit. docs/numerics.md, "The tree", is its specification.
 //
 //   micro-batch   8 x 8 values of a lane (contiguous), 8 positions of a channel (channels_last)   fp32
-//   leaf          32 lanes of micro-batches; a run of micro-batches                                 double from here up
-//   unit          leaves of one channel or of a block of channels; its root is what is stored
+//   leaf          32 lanes of micro-batches; a run of micro-batches                                 double
+//   from here up unit          leaves of one channel or of a block of channels; its root is what is stored
 //   group         units: over channel blocks first, then over the volume
 #pragma once
 
@@ -15,19 +15,20 @@
 
 namespace steadynorm {
 
-constexpr int kMicroBatchRows = 8;                          // values that one accumulator adds pairwise
-constexpr int kLanes = 32;                                  // of a contiguous leaf
-constexpr int kLaneWidth = 8;                               // consecutive values of a lane
-constexpr int kLeafRow = kLanes * kLaneWidth;               // 256 consecutive values, a row of a contiguous leaf
+constexpr int kMicroBatchRows = 8;             // values that one accumulator adds pairwise
+constexpr int kLanes = 32;                     // of a contiguous leaf
+constexpr int kLaneWidth = 8;                  // consecutive values of a lane
+constexpr int kLeafRow = kLanes * kLaneWidth;  // 256 consecutive values, a row of a contiguous leaf
 constexpr int kContiguousLeaf = kLeafRow * kMicroBatchRows;  // 2048
-constexpr int kContiguousUnits = 128;                       // at most, along a channel
-constexpr int kChannelsLastUnits = 512;                     // at most, along the volume
-constexpr int kChannelsLastUnitPositions = 64;              // at least
-constexpr int kChannelsLastLeafPositions = 64;              // at most
-constexpr int kChannelBlock = 256;                          // channels of a channels_last unit, at most
-constexpr int kSampleBlock = 32;                            // samples that dweight and dbias add before the next block
+constexpr int kContiguousUnits = 128;                        // at most, along a channel
+constexpr int kChannelsLastUnits = 512;                      // at most, along the volume
+constexpr int kChannelsLastUnitPositions = 64;               // at least
+constexpr int kChannelsLastLeafPositions = 64;               // at most
+constexpr int kChannelBlock = 256;                           // channels of a channels_last unit, at most
+constexpr int kSampleBlock = 32;  // samples that dweight and dbias add before the next block
 
-// Forward reduces units of unit_positions x unit_channels. Backward sums each channel alone, over the same spatial units.
+// Forward reduces units of unit_positions x unit_channels. Backward sums each channel alone, over the same
+// spatial units.
 struct Tree {
   std::int64_t channels;        // D, of the group
   std::int64_t positions;       // S
@@ -40,12 +41,16 @@ struct Tree {
   STEADYNORM_HD std::int64_t roots() const { return spatial_units * channel_units; }
 
   // Root r = spatial unit * channel_units + channel unit.
-  STEADYNORM_HD std::int64_t unit_begin(std::int64_t spatial_unit) const { return spatial_unit * unit_positions; }
+  STEADYNORM_HD std::int64_t unit_begin(std::int64_t spatial_unit) const {
+    return spatial_unit * unit_positions;
+  }
   STEADYNORM_HD std::int64_t unit_end(std::int64_t spatial_unit) const {
     const std::int64_t end = (spatial_unit + 1) * unit_positions;
     return end < positions ? end : positions;
   }
-  STEADYNORM_HD std::int64_t channel_begin(std::int64_t channel_unit) const { return channel_unit * unit_channels; }
+  STEADYNORM_HD std::int64_t channel_begin(std::int64_t channel_unit) const {
+    return channel_unit * unit_channels;
+  }
   STEADYNORM_HD std::int64_t channel_end(std::int64_t channel_unit) const {
     const std::int64_t end = (channel_unit + 1) * unit_channels;
     return end < channels ? end : channels;
@@ -90,8 +95,8 @@ STEADYNORM_HD Tree make_tree(std::int64_t channels_per_group, std::int64_t posit
   return tree;
 }
 
-// Merges nodes[0], nodes[stride], ... nodes[(count - 1) * stride] in place into nodes[0]: the aligned binary tree, in
-// which an absent right child leaves its sibling as it is.
+// Merges nodes[0], nodes[stride], ... nodes[(count - 1) * stride] in place into nodes[0]: the aligned binary
+// tree, in which an absent right child leaves its sibling as it is.
 template <class Node>
 STEADYNORM_HD void reduce_tree(Node* nodes, std::int64_t count, std::int64_t stride = 1) {
   for (std::int64_t step = 1; step < count; step *= 2)

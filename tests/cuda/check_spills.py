@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fails when a kernel in a library or program keeps registers in memory: spills, or arrays indexed at run time.
+"""Fails when a kernel keeps registers in memory: spills, or arrays indexed at run time.
 
-Reads `cuobjdump --dump-resource-usage`, whose STACK and LOCAL are bytes a thread. Exit status 0 none, 1 some, 77 no cuobjdump.
+Arguments: libraries or programs. Reads `cuobjdump --dump-resource-usage`, whose STACK and LOCAL are bytes a
+thread. Exit status: 0 none spills, 1 some do or there is no kernel, 77 no cuobjdump.
 """
 
 from __future__ import annotations
@@ -10,8 +11,41 @@ import re
 import shutil
 import subprocess
 import sys
+from typing import NamedTuple
 
-_ENTRY = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+
+class Kernel(NamedTuple):
+    name: str
+    registers: int
+    stack: int
+    shared: int
+    local: int
+
+    def spills(self) -> bool:
+        return self.stack > 0 or self.local > 0
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.registers} registers, {self.stack} B stack, {self.local} B local"
+
+
+_USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+
+
+def kernels_in(report: str) -> list[Kernel]:
+    return [Kernel(name, *map(int, numbers)) for name, *numbers in _USAGE.findall(report)]
+
+
+def check(kernels: list[Kernel]) -> int:
+    """Prints what spills; the exit status."""
+    if not kernels:
+        print("check_spills: found no kernel")
+        return 1
+    spilling = [kernel for kernel in kernels if kernel.spills()]
+    most = max(kernel.registers for kernel in kernels)
+    print(f"{len(kernels)} kernels, {len(spilling)} spill; most registers: {most}")
+    for kernel in spilling:
+        print(f"  {kernel}")
+    return 1 if spilling else 0
 
 
 def main(paths: list[str]) -> int:
@@ -19,21 +53,11 @@ def main(paths: list[str]) -> int:
     if tool is None:
         print("check_spills: needs cuobjdump, got none")
         return 77
-    kernels, spilling = [], []
+    kernels = []
     for path in paths:
-        text = subprocess.run(
-            [tool, "--dump-resource-usage", path], check=True, capture_output=True, text=True
-        ).stdout
-        for name, registers, stack, shared, local in _ENTRY.findall(text):
-            kernels.append((int(registers), name))
-            if int(stack) or int(local):
-                spilling.append(f"{name}: {registers} registers, {stack} B stack, {local} B local, {shared} B shared")
-    if not kernels:
-        print("check_spills: found no kernel in " + ", ".join(paths))
-        return 1
-    print(f"{len(kernels)} kernels, {len(spilling)} spill; most registers: {max(kernels)[0]}")
-    print("\n".join(spilling))
-    return 1 if spilling else 0
+        command = [tool, "--dump-resource-usage", path]
+        kernels += kernels_in(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return check(kernels)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 """The operators inside PyTorch on a GPU: autocast, graphs, streams, devices, memory, errors, sizes."""
 
 import pytest
-import steadynorm
 import torch
 import torch.nn.functional as F
 from bits import assert_same_bits
@@ -16,6 +15,8 @@ from calls import (
     same_format,
     step,
 )
+
+import steadynorm
 
 pytestmark = pytest.mark.gpu
 

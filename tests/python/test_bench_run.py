@@ -15,10 +15,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from support.cases import Case  # noqa: E402
-
 from bench import __main__ as command_line  # noqa: E402
 from bench import accuracy, arms, run, timing  # noqa: E402
+from support.cases import Case  # noqa: E402
 
 SMALL = [Case("small-a", (2, 8, 6, 5), 4, "contiguous"), Case("small-b", (1, 6, 3, 4, 5), 3, "channels_last")]
 

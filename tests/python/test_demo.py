@@ -69,9 +69,7 @@ def test_report_json_has_what_is_promised(short_run):
         assert values["step_ms_q1"] <= values["step_ms_median"] <= values["step_ms_q3"]
         assert len(values["losses"]) == 12
     assert 0.9 < report["baseline_dice"] < 1
-    assert report["beats_baseline"] == (
-        report["arms"]["steadynorm"]["dice"] > report["baseline_dice"]
-    )
+    assert report["beats_baseline"] == (report["arms"]["steadynorm"]["dice"] > report["baseline_dice"])
     assert report["split"]["gap"] >= report["split"]["receptive_field"]
 
 

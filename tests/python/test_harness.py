@@ -14,10 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "cuda")]
 
 import reports  # noqa: E402
+from bench import report  # noqa: E402
 from support import provenance  # noqa: E402
 from support.cases import read_cases  # noqa: E402
-
-from bench import report  # noqa: E402
 
 GTEST = """{"tests": 4, "failures": 1, "testsuites": [{"name": "CudaForward", "testsuite": [
  {"name": "IsRight", "status": "RUN", "result": "COMPLETED", "time": "0.1s"},

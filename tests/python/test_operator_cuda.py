@@ -2,11 +2,11 @@
 """The operators on a CUDA device, as PyTorch sees them. Needs a GPU and a library built for it."""
 
 import pytest
-import steadynorm  # noqa: F401  (loads the operators)
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 
+import steadynorm  # noqa: F401  (loads the operators)
 from operator_samples import (
     ACTIVATIONS,
     PARAMETERS,

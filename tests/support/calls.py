@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import steadynorm
 import torch
 from bits import assert_same_bits
 from bounds import assert_within, expect
 
+import steadynorm
 from cases import Case
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
