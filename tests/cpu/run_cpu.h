@@ -3,10 +3,11 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "steadynorm/cpu.h"
@@ -40,14 +41,15 @@ struct Wanted {
 
 class Workspace {
  public:
-  explicit Workspace(std::size_t bytes) : data_(static_cast<unsigned char*>(std::aligned_alloc(64, bytes))) {
+  explicit Workspace(std::size_t bytes)
+      : data_(static_cast<unsigned char*>(::operator new(bytes, std::align_val_t{64}))) {
     std::fill_n(data_.get(), bytes, static_cast<unsigned char>(0xff));
   }
   void* get() const { return data_.get(); }
 
  private:
   struct Free {
-    void operator()(void* p) const { std::free(p); }
+    void operator()(void* p) const { ::operator delete(p, std::align_val_t{64}); }
   };
   std::unique_ptr<unsigned char, Free> data_;
 };

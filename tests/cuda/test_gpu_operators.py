@@ -221,6 +221,9 @@ def test_a_parameter_on_another_device(moved):
     given[moved] = given[moved].cpu()
     with pytest.raises(ValueError, match=rf"{moved} must be on input's device cuda:0, got cpu"):
         steadynorm.group_norm(torch.ones(2, 6, 4, device="cuda"), 2, **given)
+    given = {moved: torch.ones(6, device="cuda")}
+    with pytest.raises(ValueError, match=rf"{moved} must be on input's device cpu, got cuda:0"):
+        steadynorm.group_norm(torch.ones(2, 6, 4), 2, **given)
 
 
 def test_a_failed_call_leaves_the_next_one_right():

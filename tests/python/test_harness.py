@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "cuda")]
 
+import check_spills  # noqa: E402
 import reports  # noqa: E402
 from bench import report  # noqa: E402
 from support import provenance  # noqa: E402
@@ -105,6 +106,28 @@ def test_kernels_reached_are_counted_by_template() -> None:
     }
     reached = reports.kernels_in_ncu(NCU)
     assert reports.coverage(plain, reached) == [{"kernel": "apply", "compiled": 2, "reached": 1}]
+
+
+USAGE = """Resource usage:
+ Common:
+  GLOBAL:0
+ Function _Z5mergePd:
+  REG:40 STACK:0 SHARED:0 LOCAL:0 TEXTURE:0 SURFACE:0 SAMPLER:0 CONSTANT[0]:640
+ Function _Z5applyIfEvPf:
+  REG:255 STACK:{stack} SHARED:128 LOCAL:{local} TEXTURE:0 SURFACE:0 SAMPLER:0 CONSTANT[0]:640
+"""
+
+
+@pytest.mark.parametrize(("stack", "local", "status"), [(0, 0, 0), (8, 0, 1), (0, 16, 1)])
+def test_a_kernel_that_spills_is_named(capsys, stack, local, status) -> None:
+    kernels = check_spills.kernels_in(USAGE.format(stack=stack, local=local))
+    assert [kernel.name for kernel in kernels] == ["_Z5mergePd", "_Z5applyIfEvPf"]
+    assert check_spills.check(kernels) == status
+    assert ("_Z5applyIfEvPf: 255 registers" in capsys.readouterr().out) == (status == 1)
+
+
+def test_a_report_without_kernels_is_no_clean_one() -> None:
+    assert check_spills.check(check_spills.kernels_in("Resource usage:\n")) == 1
 
 
 @pytest.mark.parametrize(
