@@ -32,7 +32,7 @@ class ChannelSource {
   void backward_coefficients(std::int64_t first, std::int64_t count, Coefficients&) const;
   // The weights of the same channels, in fp32.
   void weights(std::int64_t first, std::int64_t count, float* to) const;
-  void write_statistics(std::int64_t group, float* statistics) const;
+  void write_statistics(std::int64_t group, float* to) const;
 
  private:
   template <bool kBackward>
