@@ -97,7 +97,7 @@ demo: preflight-demo $(package) $(demo_tools)
 
 # A build that fails is a failed test too, and says so in the last line.
 test: preflight-test
-	@$(MAKE) --no-print-directory $(package) $(test_tools) || { echo '0 passed, 1 failed, 0 skipped'; exit 1; }
+	@$(MAKE) --no-print-directory $(package) $(test_tools) $(demo_tools) || { echo '0 passed, 1 failed, 0 skipped'; exit 1; }
 	@$(python) tests/run.py --build $(build) --jobs $(JOBS) $(if $(filter system,$(VENV)),--allow-missing) $(ARGS)
 
 lint: preflight-lint $(test_tools)
