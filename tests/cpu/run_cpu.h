@@ -42,14 +42,14 @@ struct Wanted {
 class Workspace {
  public:
   explicit Workspace(std::size_t bytes)
-      : data_(static_cast<unsigned char*>(::operator new(bytes, std::align_val_t{64}))) {
+      : data_(static_cast<unsigned char*>(::operator new (bytes, std::align_val_t{64}))) {
     std::fill_n(data_.get(), bytes, static_cast<unsigned char>(0xff));
   }
   void* get() const { return data_.get(); }
 
  private:
   struct Free {
-    void operator()(void* p) const { ::operator delete(p, std::align_val_t{64}); }
+    void operator()(void* p) const { ::operator delete (p, std::align_val_t{64}); }
   };
   std::unique_ptr<unsigned char, Free> data_;
 };

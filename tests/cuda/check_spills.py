@@ -7,10 +7,13 @@ thread. Exit status: 0 none spills, 1 some do or there is no kernel, 77 no cuobj
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -48,10 +51,19 @@ def check(kernels: list[Kernel]) -> int:
     return 1 if spilling else 0
 
 
+def find_tool() -> str | None:
+    """cuobjdump on PATH, of the CUDA toolkit, or of triton, which comes with PyTorch."""
+    folders = [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    triton = importlib.util.find_spec("triton")
+    if triton is not None and triton.origin is not None:
+        folders.append(str(Path(triton.origin).parent / "backends" / "nvidia" / "bin"))
+    return shutil.which("cuobjdump", path=os.pathsep.join(folders))
+
+
 def main(paths: list[str]) -> int:
-    tool = shutil.which("cuobjdump") or shutil.which("cuobjdump", path="/usr/local/cuda/bin")
+    tool = find_tool()
     if tool is None:
-        print("check_spills: needs cuobjdump, got none")
+        print("check_spills: needs cuobjdump, got none on PATH, beside nvcc or in triton")
         return 77
     kernels = []
     for path in paths:
