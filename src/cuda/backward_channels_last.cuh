@@ -111,7 +111,8 @@ __global__ void __launch_bounds__(sums_bound(A, sizeof(T) + sizeof(U)))
       p, shared_memory<ChannelSums>(), leaf_positions, length, at, own > 0 && at.lane < p.lanes,
       [&](int leaf_begin, int rows, ChannelSums(&leaf)[W]) {
         channels_last_leaf_sums<T, U, A>(leaf, static_cast<const T*>(call.x) + offset + leaf_begin * C,
-                                         static_cast<const U*>(call.dy) + offset + leaf_begin * C, C, rows, own, c, aligned, policy);
+                                         static_cast<const U*>(call.dy) + offset + leaf_begin * C, C, rows, own, c,
+                                         aligned, policy);
       },
       [&](int channel, const ChannelSums& sums) {
         if (channel < channels)

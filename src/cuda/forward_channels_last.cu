@@ -181,10 +181,11 @@ __global__ void __launch_bounds__(kColumnThreads, 4) apply_channels_last(const F
   if (batches > 0) load_rows(raw, x, pitch, load_policy);
   release_next();
   wait_for_previous();
-  for_channels_of_block(call.d, at.n, at.block_channel, sweep.columns, [&](int place, std::int64_t channel, std::int64_t group) {
+  const auto make = [&](int place, std::int64_t channel, std::int64_t group) {
     const Coefficients c = load_coefficients(call, at.n, channel, group);
     shared[place] = {c.statistics.mean_hi, c.statistics.mean_lo, c.scale, c.bias};
-  });
+  };
+  for_channels_of_block(call.d, at.n, at.block_channel, sweep.columns, make);
   __syncthreads();
   if (at.channels <= 0) return;
   Coefficients c[W];
