@@ -10,145 +10,178 @@ namespace steadynorm::cuda {
 
 namespace {
 
-constexpr int kGradientRows = 4;  // rows of x and dy that a thread of the dx sweep holds at a time
-
 // The sums of a leaf of `rows` positions for each of a thread's channels: micro-batches merged in order.
 template <class T, class U, Activation A>
-__device__ __forceinline__ void channels_last_leaf_sums(ChannelSums (&leaf)[kBackwardWidth], const T* x, const U* dy,
+__device__ __forceinline__ void channels_last_leaf_sums(ChannelSums (&leaf)[kColumnWidth], const T* x, const U* dy,
                                                         std::int64_t pitch, int rows, int channels,
-                                                        const Coefficients (&c)[kBackwardWidth], bool aligned_x,
-                                                        bool aligned_dy, std::uint64_t policy) {
-  constexpr int W = kBackwardWidth;
+                                                        Coefficients (&c)[kColumnWidth], bool aligned,
+                                                        std::uint64_t policy) {
+  constexpr int W = kColumnWidth;
+  // The first is not added to zeros: it may be -0.
+  const auto sum = [](const ChannelSums& before, int first, const Pair& sums) {
+    const ChannelSums node{sums.first, sums.second};
+    return first == 0 ? node : merge(before, node);
+  };
+  int first = 0;
+  if (aligned) {
 #pragma unroll 1
-  for (int first = 0; first < rows; first += kMicroBatchRows) {
-    const int count = rows - first;
-    Packed<T, W> raw_x[kMicroBatchRows];
-    Packed<U, W> raw_dy[kMicroBatchRows];
-    load_rows<T, W, kMicroBatchRows>(raw_x, x + first * pitch, pitch, count, channels, aligned_x, policy);
-    load_rows<U, W, kMicroBatchRows>(raw_dy, dy + first * pitch, pitch, count, channels, aligned_dy, policy);
+    for (; first + kMicroBatchRows <= rows; first += kMicroBatchRows) {
+      // Half a micro-batch at a time: the tree adds the halves last, and a whole one would take more registers.
+      constexpr int kHalf = kMicroBatchRows / 2;
+      Pair sums[W];
 #pragma unroll
+      for (int half = 0; half < 2; ++half, x += kHalf * pitch, dy += kHalf * pitch) {
+        Packed<T, W> raw_x[kHalf];
+        Packed<U, W> raw_dy[kHalf];
+        load_rows(raw_x, x, pitch, policy);
+        load_rows(raw_dy, dy, pitch, policy);
+#pragma unroll
+        for (int j = 0; j < W; ++j) {
+          const Pair part = tree_sum<kHalf>([&](int v) {
+            const Gradient g = backward_value<A>(raw_x[v][j], raw_dy[v][j], c[j]);
+            return Pair{g.dz, g.dz * g.normalized};
+          });
+          sums[j] = half == 0 ? part : sums[j] + part;
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < W; ++j) leaf[j] = sum(leaf[j], first, sums[j]);
+    }
+  }
+  // What is ragged or misaligned: a channel at a time.
+#pragma unroll 1
+  for (; first < rows; first += kMicroBatchRows, x += kMicroBatchRows * pitch, dy += kMicroBatchRows * pitch) {
+    const int count = rows - first;
+#pragma unroll 1
     for (int j = 0; j < W; ++j) {
-      const Pair sums = tree_sum<kMicroBatchRows>([&](int v) {
-        const Gradient g = backward_value<A>(raw_x[v][j], raw_dy[v][j], c[j]);
-        return v < count ? Pair{g.dz, g.dz * g.normalized} : Pair{0.0f, 0.0f};
-      });
-      const ChannelSums node{sums.first, sums.second};
-      leaf[j] = first == 0 ? node : merge(leaf[j], node);
+      const Coefficients own = c[0];
+      ChannelSums node = leaf[0];
+      if (j < channels) {
+        float values[kMicroBatchRows], gradients[kMicroBatchRows];
+        load_column(values, x + j, pitch, count);
+        load_column(gradients, dy + j, pitch, count);
+        node = sum(node, first, tree_sum<kMicroBatchRows>([&](int v) {
+                     const Gradient g = backward_value<A>(values[v], gradients[v], own);
+                     return v < count ? Pair{g.dz, g.dz * g.normalized} : Pair{0.0f, 0.0f};
+                   }));
+      }
+      rotate(leaf, node);
+      rotate(c, own);
     }
   }
 }
 
-// Shared memory: nodes[lanes][slab], then the binary counter over rounds, levels[][slab].
+// Registers, again by more threads than a block has: 96 or 128, or 168 for wide rows through a curve.
+constexpr int sums_bound(Activation a, std::size_t bytes) {
+  const bool straight = a == Activation::none || a == Activation::relu;
+  return kReductionBound - (straight ? 0 : 128) - (bytes == 4 ? 0 : 128);
+}
+
+// Shared memory: see reduce_leaves; before that, the coefficients.
 template <class T, class U, Activation A>
-__global__ void __launch_bounds__(kColumnThreads, sizeof(T) + sizeof(U) == 8 ? 1 : 2)  // fp32: 64 KB in flight by one block
+__global__ void __launch_bounds__(sums_bound(A, sizeof(T) + sizeof(U)))
     sums_channels_last(const BackwardCall call, const Columns p, const Hint hint) {
-  constexpr int W = kBackwardWidth;
-  ChannelSums* const nodes = shared_memory<ChannelSums>();
+  constexpr int W = kColumnWidth;
+  BackwardCoefficients* const coefficients = shared_memory<BackwardCoefficients>();
   release_next();
   wait_for_previous();
   const std::uint64_t policy = make_policy(hint);
   const Tree& tree = call.d.tree;
   const SlabUnit place = slab_unit(call.d, p, blockIdx.x);
-  const int slab = p.columns * W;
+  const ColumnPlace at = column_place(p);
   const int channels = static_cast<int>(place.channel_end - place.channel_begin);
+  const int own = channels - at.column * W;
   const std::int64_t C = call.d.C, begin = tree.unit_begin(place.unit);
   // Inside a unit positions fit an int: a unit is at most S / 256 positions.
-  const int leaf_positions = static_cast<int>(tree.leaf_positions), round_positions = p.lanes * leaf_positions;
+  const int leaf_positions = static_cast<int>(tree.leaf_positions);
   const int length = static_cast<int>(tree.unit_end(place.unit) - begin);
-  const int threads = p.columns * p.lanes;
-  const int thread = static_cast<int>(threadIdx.y) * p.columns + static_cast<int>(threadIdx.x);
-  const int own = channels - static_cast<int>(threadIdx.x) * W;
-  const bool aligned_x = p.vectors && own >= W && is_aligned(call.x, kAlignment<T, W>);
-  const bool aligned_dy = p.vectors && own >= W && is_aligned(call.dy, kAlignment<U, W>);
-  const std::int64_t channel = place.channel_begin + threadIdx.x * W;
-  const std::int64_t offset = (place.n * call.d.S + begin) * C + channel;
-  ChannelSums* levels = nodes + p.lanes * slab;
+  const bool aligned =
+      p.vectors && own >= W && is_aligned(call.x, kAlignment<T, W>) && is_aligned(call.dy, kAlignment<U, W>);
+  const std::int64_t offset = (place.n * call.d.S + begin) * C + place.channel_begin + at.column * W;
 
+  load_backward(call, place.n, place.channel_begin, p.columns, coefficients, false);
+  __syncthreads();
   Coefficients c[W];
-  load_coefficients<W>(call, place.n, channel, place.channel_end, c, [](int, std::int64_t) {});
-  int round = 0;
-  for (; round * round_positions < length; ++round) {
-    const int round_begin = round * round_positions;
-    const int leaf_begin = round_begin + static_cast<int>(threadIdx.y) * leaf_positions;
-    ChannelSums leaf[W]{};
-    if (own > 0)
-      channels_last_leaf_sums<T, U, A>(leaf, static_cast<const T*>(call.x) + offset + leaf_begin * C,
-                                       static_cast<const U*>(call.dy) + offset + leaf_begin * C, C,
-                                       present(leaf_begin, leaf_begin + leaf_positions, length), own, c, aligned_x,
-                                       aligned_dy, policy);
-    if (round > 0) __syncthreads();  // the counter has read nodes[0]
 #pragma unroll
-    for (int j = 0; j < W; ++j) nodes[threadIdx.y * slab + j * p.columns + threadIdx.x] = leaf[j];
+  for (int j = 0; j < W; ++j) c[j] = coefficients_of(coefficients[j * p.columns + at.column]);
+  __syncthreads();
 
-    const int there = (present(round_begin, round_begin + round_positions, length) + leaf_positions - 1) / leaf_positions;
-    for (int step = 1; step < p.lanes; step *= 2) {
-      __syncthreads();
-      const int work = p.lanes / (2 * step) * slab;
-      for (int i = thread; i < work; i += threads) {
-        const int pair = i / slab, column = i - pair * slab, left = pair * 2 * step;
-        ChannelSums& node = nodes[left * slab + column];
-        if (left + step < there) node = merge(node, nodes[(left + step) * slab + column]);
-      }
-    }
-    __syncthreads();
-    if (p.levels > 0)
-      for (int column = thread; column < slab; column += threads) push_node(levels + column, slab, round, nodes[column]);
-  }
+  float2* const out = call.partials + (place.n * tree.spatial_units + place.unit) * C + place.channel_begin;
+  reduce_leaves(
+      p, shared_memory<ChannelSums>(), leaf_positions, length, at, own > 0 && at.lane < p.lanes,
+      [&](int leaf_begin, int rows, ChannelSums(&leaf)[W]) {
+        channels_last_leaf_sums<T, U, A>(leaf, static_cast<const T*>(call.x) + offset + leaf_begin * C,
+                                         static_cast<const U*>(call.dy) + offset + leaf_begin * C, C, rows, own, c,
+                                         aligned, policy);
+      },
+      [&](int channel, const ChannelSums& sums) {
+        if (channel < channels)
+          out[channel] = float2{static_cast<float>(sums.dz), static_cast<float>(sums.dz_normalized)};
+      });
+}
 
-  if (p.levels > 0) {  // each thread reads the columns that it has pushed, and no one else's
-    for (int column = thread; column < slab; column += threads) nodes[column] = root_of_nodes(levels + column, slab, round);
-    __syncthreads();
+template <Activation A, class T, class U>
+__device__ __forceinline__ void write_gradient_row(T* dx, const Packed<T, kColumnWidth>& x, const Packed<U, kColumnWidth>& dy,
+                                                   const Coefficients (&c)[kColumnWidth],
+                                                   const GroupMeans (&means)[kColumnWidth], int channels, bool aligned,
+                                                   std::uint64_t policy) {
+  float values[kColumnWidth];
+#pragma unroll
+  for (int j = 0; j < kColumnWidth; ++j) {
+    const Gradient g = backward_value<A>(x[j], dy[j], c[j]);
+    values[j] = input_gradient(c[j].weight, g.dz, g.normalized, means[j], c[j].statistics.rstd);
   }
-  for (int i = thread; i < channels; i += threads) {
-    const ChannelSums sums = nodes[column_of(p, i)];
-    call.partials[(place.n * tree.spatial_units + place.unit) * C + place.channel_begin + i] =
-        float2{static_cast<float>(sums.dz), static_cast<float>(sums.dz_normalized)};
-  }
+  store(dx, values, aligned, channels, policy);
 }
 
 template <class T, class U, Activation A>
-__global__ void __launch_bounds__(kColumnThreads, 2) input_gradient_channels_last(const BackwardCall call,
-                                                                                  const Sweep sweep, const bool vectors,
-                                                                                  const Hint store_hint) {
-  constexpr int W = kBackwardWidth;
-  const SweepPlace at = sweep_place(call.d, sweep, W);
-  if (at.channels <= 0) {
-    release_next();
-    wait_for_previous();
-    return;
-  }
-  const bool whole = vectors && at.channels >= W;
-  const bool aligned_x = whole && is_aligned(call.x, kAlignment<T, W>), aligned_dx = whole && is_aligned(call.dx, kAlignment<T, W>);
-  const bool aligned_dy = whole && is_aligned(call.dy, kAlignment<U, W>);
+__global__ void __launch_bounds__(kColumnThreads, sizeof(T) + sizeof(U) == 4 ? 3 : 2)
+    input_gradient_channels_last(const BackwardCall call, const Sweep sweep, const bool vectors, const Hint store_hint) {
+  constexpr int W = kColumnWidth;
+  BackwardCoefficients* const shared = shared_memory<BackwardCoefficients>();
+  const SweepPlace at = sweep_place(call.d, sweep);
+  const bool aligned = vectors && at.channels >= W && is_aligned(call.x, kAlignment<T, W>) &&
+                       is_aligned(call.dx, kAlignment<T, W>) && is_aligned(call.dy, kAlignment<U, W>);
   const std::uint64_t load_policy = make_policy(Hint::normal), store_policy = make_policy(store_hint);
   const std::int64_t pitch = call.d.C * sweep.lanes;
   const T* x = static_cast<const T*>(call.x) + at.offset;
   const U* dy = static_cast<const U*>(call.dy) + at.offset;
+  T* dx = static_cast<T*>(call.dx) + at.offset;
 
+  Packed<T, W> raw_x[kSweepRows];
+  Packed<U, W> raw_dy[kSweepRows];
+  int batches = aligned ? at.rows / kSweepRows : 0, rest = at.rows;
+  const auto load_batch = [&] {
+    load_rows(raw_x, x, pitch, load_policy);
+    load_rows(raw_dy, dy, pitch, load_policy);
+  };
+  if (batches > 0) load_batch();
   release_next();
   wait_for_previous();
+  load_backward(call, at.n, at.block_channel, sweep.columns, shared, true);
+  __syncthreads();
+  if (at.channels <= 0) return;
   Coefficients c[W];
   GroupMeans means[W];
-  load_coefficients<W>(call, at.n, at.channel, at.channel + at.channels, c,
-                       [&](int j, std::int64_t group) { means[j] = load_means(call, group); });
-#pragma unroll 1
-  for (int first = 0; first < at.rows; first += kGradientRows) {
-    Packed<T, W> raw_x[kGradientRows];
-    Packed<U, W> raw_dy[kGradientRows];
-    load_rows<T, W, kGradientRows>(raw_x, x + first * pitch, pitch, at.rows - first, at.channels, aligned_x, load_policy);
-    load_rows<U, W, kGradientRows>(raw_dy, dy + first * pitch, pitch, at.rows - first, at.channels, aligned_dy, load_policy);
 #pragma unroll
-    for (int v = 0; v < kGradientRows; ++v) {
-      if (first + v >= at.rows) break;
-      float dx[W];
-#pragma unroll
-      for (int j = 0; j < W; ++j) {
-        const Gradient g = backward_value<A>(raw_x[v][j], raw_dy[v][j], c[j]);
-        dx[j] = input_gradient(c[j].weight, g.dz, g.normalized, means[j], c[j].statistics.rstd);
-      }
-      store(static_cast<T*>(call.dx) + at.offset + (first + v) * pitch, dx, aligned_dx, at.channels, store_policy);
-    }
+  for (int j = 0; j < W; ++j) {
+    const BackwardCoefficients b = shared[j * sweep.columns + static_cast<int>(threadIdx.x)];
+    c[j] = coefficients_of(b);
+    means[j] = b.means;
   }
+
+#pragma unroll 1
+  for (; batches > 0; rest -= kSweepRows) {
+#pragma unroll
+    for (int v = 0; v < kSweepRows; ++v, dx += pitch)
+      write_gradient_row<A>(dx, raw_x[v], raw_dy[v], c, means, W, true, store_policy);
+    x += kSweepRows * pitch, dy += kSweepRows * pitch;
+    if (--batches > 0) load_batch();
+  }
+#pragma unroll 1
+  for (; rest > 0; --rest, x += pitch, dy += pitch, dx += pitch)
+    write_gradient_row<A>(dx, load_row(x, at.channels, aligned, load_policy),
+                          load_row(dy, at.channels, aligned, load_policy), c, means, at.channels, aligned, store_policy);
 }
 
 }  // namespace
@@ -171,7 +204,7 @@ cudaError_t input_gradient_channels_last_of(const BackwardCall& call, const Plan
     return dispatch(call.y_type, [&](auto y_type) {
       using T = typename decltype(x_type)::type;
       using U = typename decltype(y_type)::type;
-      const bool vectors = call.d.C % kBackwardWidth == 0;
+      const bool vectors = call.d.C % kColumnWidth == 0;
       return launch(input_gradient_channels_last<T, U, A>, plan.input, queue, call, plan.gradient, vectors, Hint::normal);
     });
   });

@@ -66,6 +66,8 @@ __device__ __forceinline__ double shuffle_down(double value, int step) {
   return __shfl_down_sync(0xffffffffu, value, static_cast<unsigned>(step));
 }
 
+__device__ __forceinline__ int count_bits(unsigned value) { return __popc(value); }
+
 // ---- hints ----
 
 enum class Hint : int { normal, first, last };  // what L2 evicts first, or last

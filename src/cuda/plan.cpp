@@ -12,15 +12,16 @@ namespace steadynorm::cuda {
 namespace {
 
 constexpr int kNodeBytes = 16;  // a node, or a channel's two sums
+constexpr int kCoefficientBytes = 32;
 constexpr std::int64_t kGridLimit = 2147483647;
 
 // What a plan may choose; everything else follows.
 struct Choice {
   int warps = kLeafWarps;
-  int column_target = 32;     // column threads of a reduction
-  int column_threads = kColumnThreads;
+  int column_target = 16;     // column threads of a reduction
+  int column_threads = 128;   // of its block; twice as many where groups ask for more columns
   int sweep_columns = 64;     // at most, of a sweep
-  int sweep_rows = 16;
+  int sweep_rows = 32;
   bool reverse = false;
 };
 
@@ -54,64 +55,69 @@ Launch launch_of(const Runs& r, std::int64_t units) {
 }
 
 // Slabs start at multiples of `quantum` channels: what must stay together.
-Columns make_columns(const Problem& p, const Tree& tree, int width, std::int64_t quantum, bool vectors,
-                     bool by_channel_unit, int target, int threads) {
+Columns make_columns(const Problem& p, const Tree& tree, std::int64_t quantum, bool vectors, bool by_channel_unit,
+                     int target, int threads) {
   Columns r;
-  r.width = width;
   r.vectors = vectors;
   r.by_channel_unit = by_channel_unit;
   if (by_channel_unit) {
     r.slab = tree.unit_channels;
     r.slabs = p.groups * tree.channel_units;
   } else {
-    r.slab = std::min(p.channels, std::max<std::int64_t>(1, target * r.width / quantum) * quantum);
+    const std::int64_t quanta = divide_up(p.channels, quantum);
+    const std::int64_t of_slab = std::clamp<std::int64_t>((2 * target * kColumnWidth / quantum + 1) / 2, 1, quanta);
+    r.slab = std::min(p.channels, divide_up(quanta, divide_up(quanta, of_slab)) * quantum);  // of about equal size
     r.slabs = divide_up(p.channels, r.slab);
   }
-  r.columns = static_cast<int>(divide_up(r.slab, r.width));
+  r.columns = static_cast<int>(divide_up(r.slab, kColumnWidth));
   const std::int64_t leaves = divide_up(std::min(tree.unit_positions, p.positions), tree.leaf_positions);
-  r.lanes = std::min(power_of_two_from(leaves), power_of_two_until(std::max(1, threads / r.columns)));
+  if (r.columns > target) threads = std::min(2 * threads, kColumnThreads);
+  r.lanes = std::min({power_of_two_from(leaves), power_of_two_until(std::max(1, threads / r.columns)), kColumnLanes});
   r.rounds = divide_up(leaves, r.lanes);
   r.levels = levels_for(r.rounds);
   return r;
 }
 
+// Shared memory: a round's nodes, twice when there are several rounds, the counters over rounds, the channels' roots or
+// coefficients. Whole warps, for the shuffles.
 Launch launch_of(const Columns& r, const Problem& p, const Tree& tree) {
-  return {p.samples * tree.spatial_units * r.slabs, r.columns, r.lanes,
-          static_cast<int>((r.lanes + r.levels) * r.columns * r.width * kNodeBytes)};
+  const std::int64_t buffers = r.rounds > 1 ? 2 : 1;
+  const std::int64_t nodes = (buffers * r.lanes + r.levels + 1) * r.columns * kColumnWidth;
+  return {p.samples * tree.spatial_units * r.slabs, static_cast<int>(divide_up(r.columns * r.lanes, kLanes) * kLanes), 1,
+          static_cast<int>(nodes * kNodeBytes)};
 }
 
 // Statistics need whole channel units in a block; backward sums do not, each channel being alone there.
 Columns choose_columns(const Problem& p, const DeviceInfo& device, const Choice& choice, bool whole_units) {
   const Tree tree = tree_of(p);
   const std::int64_t D = p.channels_per_group();
-  const int width = whole_units ? vector_width(p) : kBackwardWidth;
   const bool split_groups = whole_units && tree.channel_units > 1;
-  bool vectors = p.channels % width == 0 && !(split_groups && D % width != 0);
-  std::int64_t quantum = whole_units ? D : width;
-  if (vectors && whole_units && !split_groups) quantum = std::min(p.channels, std::lcm(D, std::int64_t{width}));
-  if (!split_groups && quantum > 128 * width) {  // groups that straddle vectors and are wide: give up the vectors
+  bool vectors = p.channels % kColumnWidth == 0 && !(split_groups && D % kColumnWidth != 0);
+  std::int64_t quantum = whole_units ? D : kColumnWidth;
+  if (vectors && whole_units && !split_groups) quantum = std::min(p.channels, std::lcm(D, std::int64_t{kColumnWidth}));
+  if (!split_groups && quantum > 128 * kColumnWidth) {  // groups that straddle vectors and are wide: give up the vectors
     vectors = false;
     quantum = D;
   }
   int target = choice.column_target;
-  Columns best = make_columns(p, tree, width, quantum, vectors, split_groups, target, choice.column_threads);
-  // Small problems: narrower slabs, down to 64 bytes, until there are two blocks for every SM. Not yet measured.
-  while (target > 4 && launch_of(best, p, tree).blocks < 2 * device.sms) {
+  Columns best = make_columns(p, tree, quantum, vectors, split_groups, target, choice.column_threads);
+  // Small problems: narrower slabs, down to 64 bytes, until there is a block for every SM. Not yet measured.
+  while (target > 8 && launch_of(best, p, tree).blocks < device.sms) {
     target /= 2;
-    best = make_columns(p, tree, width, quantum, vectors, split_groups, target, choice.column_threads);
+    best = make_columns(p, tree, quantum, vectors, split_groups, target, choice.column_threads);
   }
   // A wide slab with a deep counter may not fit shared memory; fewer lanes only deepen it, so drop the vectors.
   if (launch_of(best, p, tree).shared_bytes > static_cast<int>(device.shared_per_block_optin) && !split_groups)
-    best = make_columns(p, tree, width, whole_units ? D : width, vectors && !whole_units, false, 1, choice.column_threads);
+    best = make_columns(p, tree, whole_units ? D : kColumnWidth, vectors && !whole_units, false, 1, choice.column_threads);
   return best;
 }
 
-Sweep choose_sweep(const Problem& p, const DeviceInfo& device, const Choice& choice, int width) {
+Sweep choose_sweep(const Problem& p, const DeviceInfo& device, const Choice& choice) {
   Sweep r;
   r.reverse = choice.reverse;
-  r.width = width;
+  r.width = p.layout == Layout::contiguous ? vector_width(p) : kColumnWidth;
   if (p.layout == Layout::contiguous) return r;
-  const std::int64_t vectors = divide_up(p.channels, width);
+  const std::int64_t vectors = divide_up(p.channels, r.width);
   r.slabs = divide_up(vectors, choice.sweep_columns);
   r.columns = static_cast<int>(divide_up(vectors, r.slabs));
   r.lanes = static_cast<int>(std::clamp<std::int64_t>(kColumnThreads / r.columns, 1, p.positions));
@@ -124,7 +130,9 @@ Sweep choose_sweep(const Problem& p, const DeviceInfo& device, const Choice& cho
 Launch launch_of(const Sweep& r, const Problem& p) {
   if (p.layout == Layout::contiguous)
     return {divide_up(p.elements(), kTileThreads * kTileVectors * vector_width(p)), kTileThreads, 1, 0};
-  return {p.samples * r.slabs * divide_up(p.positions, r.lanes * r.rows), r.columns, r.lanes, 0};
+  // Shared memory: the coefficients of each channel.
+  return {p.samples * r.slabs * divide_up(p.positions, r.lanes * r.rows), r.columns, r.lanes,
+          r.columns * kColumnWidth * kCoefficientBytes};
 }
 
 Plan make_plan(const Problem& p, const DeviceInfo& device, const Choice& choice) {
@@ -134,8 +142,7 @@ Plan make_plan(const Problem& p, const DeviceInfo& device, const Choice& choice)
   plan.overlap = device.major >= 9;
   // H200, 2026-11-30: evict_last reads are 3 % faster from 64 MB on, and make no difference below 32 MB.
   plan.sticky = bytes_of_x(p) >= (std::int64_t{64} << 20);
-  plan.apply = choose_sweep(p, device, choice, vector_width(p));
-  plan.gradient = choose_sweep(p, device, choice, p.layout == Layout::contiguous ? vector_width(p) : kBackwardWidth);
+  plan.apply = plan.gradient = choose_sweep(p, device, choice);
   if (p.layout == Layout::contiguous) {
     plan.runs = plan.sum_runs = make_runs(tree, choice.warps);
     plan.statistics = launch_of(plan.runs, contiguous_units(d));
@@ -203,8 +210,7 @@ void require_legal(const Plan& plan, const DeviceInfo& device) {
 
 std::ostream& operator<<(std::ostream& out, const Plan& p) {
   if (p.columns.columns > 0)
-    out << "channels_last: " << p.columns.columns << " columns of " << p.columns.width << " channels x "
-        << p.columns.lanes << " lanes, " << p.columns.rounds << " rounds, slab " << p.columns.slab
+    out << "channels_last: " << p.columns.columns << " columns x " << p.columns.lanes << " lanes, " << p.columns.rounds << " rounds, slab " << p.columns.slab
         << (p.columns.vectors ? "" : ", no vectors") << "; sums " << p.sum_columns.columns << " x " << p.sum_columns.lanes
         << "; sweep " << p.apply.columns << " x " << p.apply.lanes << " x " << p.apply.rows << " rows";
   else

@@ -47,11 +47,10 @@ struct Runs {
   bool operator==(const Runs&) const = default;
 };
 
-// channels_last: `columns` threads along the channels, each with `width` of them; `lanes` along the volume.
+// channels_last: `columns` threads along the channels, each with kColumnWidth of them; `lanes` along the volume.
 struct Columns {
-  int width = 0;                // channels of a thread
   int columns = 0;
-  int lanes = 0;                // a power of two; each evaluates a leaf per round
+  int lanes = 0;                // a power of two up to kColumnLanes; each evaluates a leaf per round
   bool vectors = false;         // every thread's channels are one aligned vector, if the pointer is
   bool by_channel_unit = false;  // a slab is one channel unit of a group
   std::int64_t slab = 0;        // channels of a block; for the statistics, whole channel units
@@ -114,7 +113,8 @@ constexpr int kLeafWarps = 8;       // contiguous: at most, of a block that redu
 constexpr int kColumnThreads = 256;  // channels_last: at most, of a block
 constexpr int kTileThreads = 512;   // contiguous: of a block of an element-wise sweep, two vectors each (H200,
 constexpr int kTileVectors = 2;     // 2026-11-30, 1 GiB: copies by 512 x 1 to 1024 x 2 vectors are fastest, 4.2 TB/s)
-constexpr int kBackwardWidth = 4;   // channels_last: of a thread; with eight, coefficients and sums overflow 128 registers
+constexpr int kColumnWidth = 4;     // channels_last: channels of a thread; with eight, nodes and coefficients cost occupancy
+constexpr int kColumnLanes = 128;   // channels_last: so that the lanes of a channel, four a thread, fit a warp
 constexpr int kUnitsOfThread = 8;   // backward: of a channel, merged by one thread
 constexpr int kRowThreads = 256;    // backward: of a block that makes rows
 

@@ -7,6 +7,14 @@
 
 namespace steadynorm::cuda {
 
+__device__ __forceinline__ Node shuffle_down(const Node& node, int step) {
+  return {shuffle_down(node.mean, step), shuffle_down(node.m2, step)};
+}
+
+__device__ __forceinline__ ChannelSums shuffle_down(const ChannelSums& sums, int step) {
+  return {shuffle_down(sums.dz, step), shuffle_down(sums.dz_normalized, step)};
+}
+
 // The aligned binary tree over the lanes of a warp, full or with counts; lane 0 gets the root.
 __device__ __forceinline__ Node warp_tree(Node node, double count) {
 #pragma unroll

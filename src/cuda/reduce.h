@@ -112,6 +112,42 @@ STEADYNORM_HD Node micro_batch(const Value& x, const Stored& stored, const Prese
   return micro_batch_in_double<kRows, kWidth>(stored, present_at, n);
 }
 
+// The fp32 part of a micro-batch of one channel: up to eight positions, +0 where present_at(v) is false.
+struct Deviations {
+  float m, d, q;
+};
+
+template <bool kFull, class Value, class Present>
+STEADYNORM_HD Deviations deviations(const Value& x, const Present& present_at, int count) {
+  const float m = tree_sum<kMicroBatchRows>(x) / static_cast<float>(kFull ? kMicroBatchRows : count);
+  const Pair sums = tree_sum<kMicroBatchRows>([&](int v) {
+    const float e = kFull || present_at(v) ? x(v) - m : 0.0f;
+    return Pair{e, e * e};
+  });
+  return {m, sums.first, sums.second};
+}
+
+// merge() of two nodes of the same count, of which `half` is half.
+STEADYNORM_HD Node merge_equal(const Node& a, const Node& b, double half) {
+  const double delta = b.mean - a.mean;
+  return {a.mean + delta * 0.5, (a.m2 + b.m2) + delta * delta * half};
+}
+
+// Neighbours in a tree, of na and nb positions; kFull promises na = nb > 0.
+template <bool kFull>
+STEADYNORM_HD Node merge_positions(const Node& a, const Node& b, int na, int nb) {
+  if constexpr (kFull) {
+    return merge_equal(a, b, 0.5 * na);
+  } else {
+    return without_count(merge(with_count(a, na), with_count(b, nb)));
+  }
+}
+
+template <bool kFull>
+STEADYNORM_HD ChannelSums merge_positions(const ChannelSums& a, const ChannelSums& b, int, int nb) {
+  return kFull || nb > 0 ? merge(a, b) : a;
+}
+
 // Values of lane `lane` in a contiguous leaf of `length` values: (v, j) is there when j < lane_rest(...) of its row.
 STEADYNORM_HD int lane_rest(int length, int lane, int v) { return length - kLeafRow * v - kLaneWidth * lane; }
 

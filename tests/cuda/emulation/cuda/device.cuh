@@ -6,6 +6,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -17,11 +18,13 @@
 #undef __device__
 #undef __forceinline__
 #undef __shared__
+#undef __constant__
 #undef __launch_bounds__
 #define __global__
 #define __device__
 #define __forceinline__ inline
 #define __shared__ static
+#define __constant__
 #define __launch_bounds__(...)
 
 namespace steadynorm::cuda::emulation {
@@ -61,6 +64,8 @@ template <class T>
 T* shared_memory() {
   return reinterpret_cast<T*>(emulation::dynamic_memory);
 }
+
+inline int count_bits(unsigned value) { return std::popcount(value); }
 
 inline double shuffle_down(double value, int step) { return emulation::shuffle_down(value, step); }
 
