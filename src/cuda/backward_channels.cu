@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kRowThreads) rows_of_units(const BackwardCall 
 
   ChannelSums sums[kUnitsOfThread]{};
   if (row < rows) {
-    const Split sample = split(row, call.d.C);
+    const Split sample = split(row, call.d.by_C);
     const std::int64_t begin = contiguous ? row * units : sample.quotient * units * call.d.C + sample.remainder;
 #pragma unroll
     for (int i = 0; i < kUnitsOfThread; ++i)

@@ -102,6 +102,57 @@ __global__ void __launch_bounds__(kLeafWarps* kLanes, 2) sums_contiguous(const B
     call.partials[index] = float2{static_cast<float>(node.dz), static_cast<float>(node.dz_normalized)};
 }
 
+// Shared memory: mean_hi, mean_lo, scale, bias, then rstd, weight and the group's two means of each row of the tile.
+template <class T, class U, Activation A>
+__global__ void __launch_bounds__(kTileThreads, 3) input_gradient_tiles(const BackwardCall call, const Tiles tiles,
+                                                                        const Sweep sweep) {
+  constexpr int W = 16 / sizeof(T);
+  float4* const rows = shared_memory<float4>();
+  const std::uint32_t thread = threadIdx.x;
+  const Tile tile = tile_of(tiles, sweep);
+  const std::uint64_t policy = make_policy(Hint::normal);
+
+  const std::int64_t first = std::int64_t{tile.begin + thread} * W;
+  const T* x = static_cast<const T*>(call.x) + first;
+  const U* dy = static_cast<const U*>(call.dy) + first;
+  T* dx = static_cast<T*>(call.dx) + first;
+  Packed<T, W> raw_x[kTileVectors];
+  Packed<U, W> raw_dy[kTileVectors];
+#pragma unroll
+  for (int v = 0; v < kTileVectors; ++v)
+    if (v * kTileThreads + thread < tile.count) {
+      raw_x[v] = load<T, W>(x + v * kTileThreads * W, policy);
+      raw_dy[v] = load<U, W>(dy + v * kTileThreads * W, policy);
+    }
+  release_next();
+  wait_for_previous();
+
+  for (std::uint32_t r = thread; r < tile.rows; r += kTileThreads) {
+    const RowPlace place = row_place(call.d, tile.first_row + r);
+    const Coefficients c = load_coefficients(call, place.n, place.c, place.group);
+    const GroupMeans means = load_means(call, place.group);
+    rows[2 * r] = float4{c.statistics.mean_hi, c.statistics.mean_lo, c.scale, c.bias};
+    rows[2 * r + 1] = float4{c.statistics.rstd, c.weight, means.dz, means.dz_normalized};
+  }
+  __syncthreads();
+#pragma unroll
+  for (int v = 0; v < kTileVectors; ++v) {
+    const std::uint32_t vector = v * kTileThreads + thread;
+    if (vector >= tile.count) break;
+    const float4* row = rows + 2 * tile.row_of(tiles, vector);
+    const float4 a = row[0], b = row[1];
+    const Coefficients c{{a.x, a.y, b.x}, b.y, a.z, a.w};
+    float values[W];
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      const Gradient g = backward_value<A>(raw_x[v][j], raw_dy[v][j], c);
+      values[j] = input_gradient(c.weight, g.dz, g.normalized, {b.z, b.w}, c.statistics.rstd);
+    }
+    store(dx + v * kTileThreads * W, values, true, W, policy);
+  }
+}
+
+// The same for any S and any address.
 template <class T, class U, Activation A>
 __global__ void __launch_bounds__(kTileThreads) input_gradient_contiguous(const BackwardCall call, const Sweep sweep,
                                                                           const Hint store_hint) {
@@ -189,6 +240,9 @@ cudaError_t input_gradient_contiguous_of(const BackwardCall& call, const Plan& p
     return dispatch(call.y_type, [&](auto y_type) {
       using T = typename decltype(x_type)::type;
       using U = typename decltype(y_type)::type;
+      constexpr int W = 16 / sizeof(T);
+      if (tiles_serve(call.d, W) && is_aligned(call.x, 16) && is_aligned(call.dy, 16) && is_aligned(call.dx, 16))
+        return launch(input_gradient_tiles<T, U, A>, plan.input, queue, call, make_tiles(call.d, W), plan.gradient);
       return launch(input_gradient_contiguous<T, U, A>, plan.input, queue, call, plan.gradient, Hint::normal);
     });
   });

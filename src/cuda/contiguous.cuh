@@ -7,7 +7,6 @@
 
 namespace steadynorm::cuda {
 
-
 // The values (v, 0..7) of this lane in rows first..first + kCount - 1 of a leaf; +0 beyond its length.
 template <class T, int kCount>
 __device__ __forceinline__ void load_leaf_rows(Packed<T, kLaneWidth> (&raw)[kCount], const T* leaf, int first, int length,
@@ -28,7 +27,8 @@ __device__ __forceinline__ void load_leaf_rows(Packed<T, kLaneWidth> (&raw)[kCou
   }
 }
 
-// Moments of a leaf of `length` values by one warp; lane 0 gets them. The count is the length.
+// Moments of a leaf of `length` values by one warp; lane 0 gets them. The count is the length. Full leaves of eight rows
+// are better off in full_leaves().
 template <class T, int kRows>
 __device__ __forceinline__ Node contiguous_leaf(const T* leaf, int length, int lane, std::uint64_t policy) {
   const bool aligned = is_aligned(leaf, kAlignment<T, kLaneWidth>);
@@ -36,16 +36,52 @@ __device__ __forceinline__ Node contiguous_leaf(const T* leaf, int length, int l
   load_leaf_rows<T, kRows>(raw, leaf, 0, length, lane, aligned, policy);
   const auto x = [&](int v, int j) { return raw[v][j]; };
   const auto stored = [&](int v, int j) { return to_fp32(leaf[kLeafRow * v + kLaneWidth * lane + j]); };
-  if (length == kRows * kLeafRow) {
-    const Node node = micro_batch<kRows, kLaneWidth, true>(x, stored, [](int, int) { return true; }, kRows * kLaneWidth);
-    return warp_tree(node, kRows * kLaneWidth);
+  if constexpr (kRows < kMicroBatchRows) {
+    if (length == kRows * kLeafRow) {
+      const auto all = [](int, int) { return true; };
+      return warp_tree(micro_batch<kRows, kLaneWidth, true>(x, stored, all, kRows * kLaneWidth), kRows * kLaneWidth);
+    }
   }
   const int count = lane_count(length, lane);
   const int rest = length - kLaneWidth * lane;  // an element is there when its offset in the lane's rows is below this
   const auto there = [&](int v, int j) { return kLeafRow * v + j < rest; };
   Moments moments{};
-  if (count != 0) moments = with_count(micro_batch<kRows, kLaneWidth, false>(x, stored, there, count), count);
+  if (count != 0)
+    moments = with_count(
+        micro_batch<kRows, kLaneWidth, false>(x, stored, there, count, [&] { unpack_again(raw); }), count);
   return without_count(warp_tree(moments, kLanes));
+}
+
+// Moments of up to four full leaves in a row by one warp; lane 8 i gets those of leaf i. `exchange` is the warp's own
+// kFullLeaves * kNodesOfLeaf places: each lane gives its node of every leaf, and takes four nodes of one leaf, so that the
+// lanes merge four leaves' trees at a time.
+template <class T>
+__device__ __forceinline__ Node full_leaves(const T* x, int leaves, int lane, std::uint64_t policy, Node* exchange) {
+  constexpr int kOfMicroBatch = kMicroBatchRows * kLaneWidth;
+  const bool aligned = is_aligned(x, kAlignment<T, kLaneWidth>);
+#pragma unroll 1
+  for (int i = 0; i < leaves; ++i) {
+    const T* leaf = x + i * kContiguousLeaf;
+    Packed<T, kLaneWidth> raw[kMicroBatchRows];
+    load_leaf_rows<T, kMicroBatchRows>(raw, leaf, 0, kContiguousLeaf, lane, aligned, policy);
+    exchange[i * kNodesOfLeaf + lane + lane / 4] = micro_batch<kMicroBatchRows, kLaneWidth, true>(
+        [&](int v, int j) { return raw[v][j]; },
+        [&](int v, int j) { return to_fp32(leaf[kLeafRow * v + kLaneWidth * lane + j]); }, [](int, int) { return true; },
+        kOfMicroBatch, [&] { unpack_again(raw); });
+  }
+  warp_barrier();
+  const Node* own = exchange + lane / 8 * kNodesOfLeaf + lane % 8 * 5;  // 80 bytes apart: no two lanes meet in a bank
+  const auto merged = [](const Node& a, const Node& b, double count) {
+    return without_count(merge(with_count(a, count), with_count(b, count)));
+  };
+  Node node = merged(merged(own[0], own[1], kOfMicroBatch), merged(own[2], own[3], kOfMicroBatch), 2 * kOfMicroBatch);
+  warp_barrier();
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2) {
+    const Node right{shuffle_down(node.mean, step), shuffle_down(node.m2, step)};
+    node = merged(node, right, 4 * kOfMicroBatch * step);
+  }
+  return node;
 }
 
 // A flat tile's first element as channel row and position, rows counted over all samples.
@@ -71,8 +107,47 @@ struct RowPlace {
 };
 
 __device__ __forceinline__ RowPlace row_place(const Dimensions& d, std::int64_t row) {
-  const Split sample = split(row, d.C);
-  return {sample.quotient, sample.remainder, sample.quotient * d.G + quotient(sample.remainder, d.D)};
+  const Split sample = split(row, d.by_C);
+  return {sample.quotient, sample.remainder, split(row, d.by_D).quotient};  // C = G D
+}
+
+// Flat tiles of vectors none of which crosses a channel, as S is a multiple of their width. What a block needs of the rows
+// in its tile it puts into shared memory once.
+struct Tiles {
+  std::uint32_t vectors;  // of the tensor
+  Divisor row;            // the vectors of one
+};
+
+constexpr int kVectorsOfTile = kTileThreads * kTileVectors;
+
+// Whether tiles serve a tensor whose vectors of `width` begin at aligned addresses.
+inline bool tiles_serve(const Dimensions& d, int width) {
+  return d.S % width == 0 && d.N * d.C * (d.S / width) < (std::int64_t{1} << 31) - kVectorsOfTile;
+}
+
+inline Tiles make_tiles(const Dimensions& d, int width) {
+  return {static_cast<std::uint32_t>(d.N * d.C * (d.S / width)), Divisor(d.S / width)};
+}
+
+struct Tile {
+  std::uint32_t begin, count;      // vectors
+  std::uint32_t first_row, skip;   // skip: vectors of the first row in front of the tile
+  std::uint32_t rows;
+
+  // The row, from the first, of a vector of the tile.
+  __device__ __forceinline__ std::uint32_t row_of(const Tiles& tiles, std::uint32_t vector) const {
+    return rows == 1 ? 0 : tiles.row.quotient(skip + vector);
+  }
+};
+
+__device__ __forceinline__ Tile tile_of(const Tiles& tiles, const Sweep& sweep) {
+  Tile t;
+  t.begin = (sweep.reverse ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * kVectorsOfTile;
+  t.count = tiles.vectors - t.begin < kVectorsOfTile ? tiles.vectors - t.begin : kVectorsOfTile;
+  t.first_row = tiles.row.quotient(t.begin);
+  t.skip = t.begin - t.first_row * static_cast<std::uint32_t>(tiles.row.divisor);
+  t.rows = tiles.row.quotient(t.skip + t.count - 1) + 1;
+  return t;
 }
 
 }  // namespace steadynorm::cuda

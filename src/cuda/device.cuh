@@ -67,20 +67,16 @@ __device__ __forceinline__ double shuffle_down(double value, int step) {
 }
 
 __device__ __forceinline__ int count_bits(unsigned value) { return __popc(value); }
+// What the lanes of a warp wrote to shared memory, its other lanes may read after this; every lane calls it.
+__device__ __forceinline__ void warp_barrier() { __syncwarp(); }
 
 // ---- hints ----
 
 enum class Hint : int { normal, first, last };  // what L2 evicts first, or last
 
+// What createpolicy.fractional makes for all of an access; as constants they need no register of a thread.
 __device__ __forceinline__ std::uint64_t make_policy(Hint hint) {
-  std::uint64_t policy;
-  if (hint == Hint::last)
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  else if (hint == Hint::first)
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  else
-    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
+  return hint == Hint::last ? 0x14f0000000000000u : hint == Hint::first ? 0x12f0000000000000u : 0x16f0000000000000u;
 }
 
 // ---- aligned loads and stores of 4, 8, 16 or 32 bytes ----
@@ -122,6 +118,13 @@ __device__ __forceinline__ void store_words(void* p, const std::uint32_t (&w)[kW
                    "r"(w[h]), "r"(w[h + 1]), "r"(w[h + 2]), "r"(w[h + 3]), "l"(policy)
                    : "memory");
   }
+}
+
+// The compiler no longer knows what it made of these words.
+template <int kWords>
+__device__ __forceinline__ void forget_words(std::uint32_t (&w)[kWords]) {
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(w[i]));
 }
 
 // ---- conversions: exact one way, to nearest even the other; the hardware's, which are from_float's bits ----

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // From the roots of the units to the statistics of the groups: the upper levels of the tree.
+#include <bit>
+
 #include "cuda/coefficients.cuh"
 #include "cuda/reduce.cuh"
 
@@ -15,6 +17,8 @@ struct Level {
   std::int64_t items;     // of a group, with the absent ones
   int segment;            // threads that share a chunk of items; a power of two up to kFoldThreads
   std::int64_t chunks;    // of a group; 1 in the last level
+  int segment_shift;      // segment = 2^segment_shift
+  int channel_shift;      // 2^channel_shift items of a place along S, as padded_roots() has them
 };
 
 __device__ __forceinline__ Moments load_item(const ForwardCall& call, const Level& level, std::int64_t group,
@@ -22,10 +26,9 @@ __device__ __forceinline__ Moments load_item(const ForwardCall& call, const Leve
   if (item >= level.items) return {};
   if (level.folded != nullptr) return level.folded[group * level.items + item];
   const Tree& tree = call.d.tree;
-  const Split place = split(item, power_of_two_from(tree.channel_units));
-  if (place.remainder >= tree.channel_units || place.quotient >= tree.spatial_units) return {};
-  return with_count(call.roots[group * tree.roots() + place.quotient * tree.channel_units + place.remainder],
-                    tree.count(place.quotient, place.remainder));
+  const std::int64_t place = item >> level.channel_shift, channel = item - (place << level.channel_shift);
+  if (channel >= tree.channel_units || place >= tree.spatial_units) return {};
+  return with_count(call.roots[group * tree.roots() + place * tree.channel_units + channel], tree.count(place, channel));
 }
 
 __device__ __forceinline__ void write_group(const ForwardCall& call, std::int64_t group, const Moments& m) {
@@ -48,37 +51,30 @@ __global__ void __launch_bounds__(kFoldThreads) merge_nodes(const ForwardCall ca
   __shared__ Moments warps[kFoldThreads / kLanes];
   release_next();
   wait_for_previous();
-  const int thread = static_cast<int>(threadIdx.x), segment = level.segment;
+  const int thread = static_cast<int>(threadIdx.x), segment = level.segment, place = thread & (segment - 1);
   const std::int64_t chunk_items = level.chunks > 1 || level.items > kFoldThreads ? kFoldItems : segment;
-  const int run = static_cast<int>(chunk_items) / segment;  // items of a thread
+  const int run = chunk_items == kFoldItems ? kItemsOfThread : 1;  // of a thread
   const std::int64_t chunks = call.d.N * call.d.G * level.chunks;
-  const std::int64_t chunk = std::int64_t{blockIdx.x} * (kFoldThreads / segment) + thread / segment;
-  const Split group = split(chunk < chunks ? chunk : 0, level.chunks);
+  const std::int64_t chunk = (std::int64_t{blockIdx.x} * kFoldThreads + thread) >> level.segment_shift;
+  Split group{chunk < chunks ? chunk : 0, 0};
+  if (level.chunks > 1) group = split(group.quotient, level.chunks);
 
   Moments items[kItemsOfThread];
 #pragma unroll
   for (int i = 0; i < kItemsOfThread; ++i) {
     items[i] = Moments{};
     if (chunk < chunks && i < run)
-      items[i] = load_item(call, level, group.quotient, group.remainder * chunk_items + thread % segment * run + i);
+      items[i] = load_item(call, level, group.quotient, group.remainder * chunk_items + place * run + i);
   }
   Moments m = warp_tree(merge(merge(items[0], items[1]), merge(items[2], items[3])), segment < kLanes ? segment : kLanes);
   if (segment > kLanes) {
     if (thread % kLanes == 0) warps[thread / kLanes] = m;
     __syncthreads();
-    if (thread % segment == 0) {
-      Moments w[kFoldThreads / kLanes];
-#pragma unroll
-      for (int i = 0; i < kFoldThreads / kLanes; ++i)
-        w[i] = i < segment / kLanes ? warps[thread / kLanes + i] : Moments{};
-#pragma unroll
-      for (int step = 1; step < kFoldThreads / kLanes; step *= 2)
-#pragma unroll
-        for (int i = 0; i < kFoldThreads / kLanes; i += 2 * step) w[i] = merge(w[i], w[i + step]);
-      m = w[0];
-    }
+    // Each warp merges the warps' nodes of its own segment; the segment's first thread is the first lane of one.
+    const int first = (thread - place) / kLanes, lane = thread % kLanes;
+    m = warp_tree(lane < segment / kLanes ? warps[first + lane] : Moments{}, segment / kLanes);
   }
-  if (chunk >= chunks || thread % segment != 0) return;
+  if (chunk >= chunks || place != 0) return;
   if (out != nullptr)
     out[chunk] = m;
   else
@@ -102,11 +98,13 @@ __global__ void __launch_bounds__(kFoldThreads) statistics_of_moments(const Call
 
 cudaError_t launch_finalize(const ForwardCall& call, const Plan&, const Queue& queue) {
   const std::int64_t groups = call.d.N * call.d.G;
-  Level level{nullptr, padded_roots(call.d.tree), 0, 0};
+  Level level{nullptr, padded_roots(call.d.tree), 0, 0, 0, 0};
+  while ((std::int64_t{1} << level.channel_shift) < call.d.tree.channel_units) ++level.channel_shift;
   Moments* folded = call.folded;
   for (;;) {
     level.chunks = divide_up(level.items, kFoldItems);
     level.segment = level.items > kFoldThreads ? kFoldThreads : power_of_two_from(level.items);
+    level.segment_shift = std::countr_zero(static_cast<unsigned>(level.segment));
     const bool last = level.chunks == 1;
     Launch shape;
     shape.blocks = divide_up(groups * level.chunks, kFoldThreads / level.segment);

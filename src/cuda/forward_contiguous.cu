@@ -7,7 +7,30 @@ namespace steadynorm::cuda {
 
 namespace {
 
-// Shared memory: a node per warp, then each warp's binary counter.
+template <class T>
+constexpr int kFullLeafBlocks = sizeof(T) == 2 ? 5 : 4;  // of an SM: 96 registers hold 64 values unpacked from 16 bits
+
+constexpr int kFullLevel = 2;      // of a warp's binary counter: a node there is kFullLeaves leaves
+
+// Every unit is a full leaf: they lie in memory one behind the other.
+template <class T>
+__global__ void __launch_bounds__(kFullLeafWarps* kLanes, kFullLeafBlocks<T>)
+    statistics_full_leaves(const ForwardCall call, const int leaves, const Hint hint) {
+  Node* const exchange = shared_memory<Node>();
+  release_next();
+  wait_for_previous();
+  const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  const std::uint32_t units = static_cast<std::uint32_t>(contiguous_units(call.d));
+  const std::uint32_t first = (blockIdx.x * (blockDim.x / kLanes) + warp) * leaves;
+  if (first >= units) return;
+  const int there = static_cast<int>(units - first < static_cast<std::uint32_t>(leaves) ? units - first : leaves);
+  const Node node = full_leaves(static_cast<const T*>(call.x) + std::int64_t{first} * kContiguousLeaf, there, lane,
+                                make_policy(hint), exchange + warp * kFullLeaves * kNodesOfLeaf);
+  if (lane % 8 != 0 || lane / 8 >= there) return;
+  call.roots[contiguous_unit(call.d, first + lane / 8).root] = node;
+}
+
+// Shared memory: a node per warp, then each warp's binary counter, then what it exchanges.
 template <class T, int kRows>
 __global__ void __launch_bounds__(kLeafWarps* kLanes, 2) statistics_contiguous(const ForwardCall call, const Runs runs,
                                                                             const Hint hint) {
@@ -24,26 +47,53 @@ __global__ void __launch_bounds__(kLeafWarps* kLanes, 2) statistics_contiguous(c
 
   Node node{};
   int unit_length = 0;
+  Node* root = nullptr;
   if (index < units) {
     const ContiguousUnit unit = contiguous_unit(call.d, index);
     unit_length = static_cast<int>(unit.length);
+    root = call.roots + unit.root;
     const T* x = static_cast<const T*>(call.x) + unit.begin;
     Node* levels = nodes + runs.warps + warp * runs.levels;
+    Node* exchange = nodes + runs.warps * (1 + runs.levels) + warp * kFullLeaves * kNodesOfLeaf;
     int leaf = 0;
+    const auto push = [&](const Node& n, int length) {
+      if (lane == 0) push_node(levels, 1, leaf, with_count(n, length), kContiguousLeaf);
+      ++leaf;
+    };
 #pragma unroll 1
-    for (; leaf < runs.leaves_per_run; ++leaf) {
-      const int begin = run_begin + leaf * kContiguousLeaf;
-      const int length = present(begin, begin + kContiguousLeaf, unit_length);
-      if (length == 0) break;
-      node = contiguous_leaf<T, kRows>(x + begin, length, lane, make_policy(hint));
-      if (runs.leaves_per_run > 1 && lane == 0) push_node(levels, 1, leaf, with_count(node, length), kContiguousLeaf);
+    while (leaf < runs.leaves_per_run) {
+      const int begin = run_begin + leaf * kContiguousLeaf, rest = unit_length - begin;
+      if (rest <= 0) break;
+      const int most = runs.leaves_per_run - leaf < kFullLeaves ? static_cast<int>(runs.leaves_per_run) - leaf : kFullLeaves;
+      const int full = rest / kContiguousLeaf < most ? rest / kContiguousLeaf : most;
+      if (kRows < kMicroBatchRows || full == 0) {
+        const int length = rest < kContiguousLeaf ? rest : kContiguousLeaf;
+        push(contiguous_leaf<T, kRows>(x + begin, length, lane, make_policy(hint)), length);
+        continue;
+      }
+      Node nodes_of = full_leaves(x + begin, full, lane, make_policy(hint), exchange);
+      if (full < kFullLeaves) {
+#pragma unroll 1
+        for (int i = 0; i < full; ++i)
+          push({shuffle_down(nodes_of.mean, 8 * i), shuffle_down(nodes_of.m2, 8 * i)}, kContiguousLeaf);
+        continue;
+      }
+#pragma unroll
+      for (int step = 8; step < kLanes; step *= 2) {
+        const Node right{shuffle_down(nodes_of.mean, step), shuffle_down(nodes_of.m2, step)};
+        const double count = step / 8 * kContiguousLeaf;
+        nodes_of = without_count(merge(with_count(nodes_of, count), with_count(right, count)));
+      }
+      constexpr double kCount = kFullLeaves * kContiguousLeaf;
+      if (lane == 0) push_node(levels + kFullLevel, 1, leaf / kFullLeaves, with_count(nodes_of, kCount), kCount);
+      leaf += kFullLeaves;
     }
-    if (runs.leaves_per_run > 1 && lane == 0 && leaf > 0)
+    if (lane == 0 && leaf > 0)
       node = without_count(root_of_nodes(levels, 1, leaf, kContiguousLeaf,
                                          present(run_begin, run_begin + run_length, unit_length)));
   }
   if (runs.runs_per_unit == 1) {
-    if (index < units && lane == 0) call.roots[contiguous_unit(call.d, index).root] = node;
+    if (index < units && lane == 0) *root = node;
     return;
   }
 
@@ -61,10 +111,52 @@ __global__ void __launch_bounds__(kLeafWarps* kLanes, 2) statistics_contiguous(c
     for (int step = 1; step < kLeafWarps; step *= 2)
 #pragma unroll
       for (int r = 0; r < kLeafWarps; r += 2 * step) run[r] = merge(run[r], run[r + step]);
-    call.roots[contiguous_unit(call.d, index).root] = without_count(run[0]);
+    *root = without_count(run[0]);
   }
 }
 
+// Shared memory: mean_hi, mean_lo, scale and bias of each row of the tile.
+template <class T, Activation A>
+__global__ void __launch_bounds__(kTileThreads, 5) apply_tiles(const ForwardCall call, const Tiles tiles, const Sweep sweep) {
+  constexpr int W = 16 / sizeof(T);
+  float4* const rows = shared_memory<float4>();
+  const std::uint32_t thread = threadIdx.x;
+  const Tile tile = tile_of(tiles, sweep);
+  const std::uint64_t policy = make_policy(Hint::normal);
+
+  // x was complete before the statistics began: it need not wait.
+  Packed<T, W> raw[kTileVectors];
+  const T* x = static_cast<const T*>(call.x) + std::int64_t{tile.begin + thread} * W;
+#pragma unroll
+  for (int v = 0; v < kTileVectors; ++v)
+    if (v * kTileThreads + thread < tile.count) raw[v] = load<T, W>(x + v * kTileThreads * W, policy);
+  release_next();
+  wait_for_previous();
+
+  for (std::uint32_t r = thread; r < tile.rows; r += kTileThreads) {
+    const RowPlace place = row_place(call.d, tile.first_row + r);
+    const Coefficients c = load_coefficients(call, place.n, place.c, place.group);
+    rows[r] = float4{c.statistics.mean_hi, c.statistics.mean_lo, c.scale, c.bias};
+  }
+  __syncthreads();
+  with_type(call.y_type, [&](auto type) {
+    using Y = typename decltype(type)::type;
+    Y* y = static_cast<Y*>(call.y) + std::int64_t{tile.begin + thread} * W;
+#pragma unroll
+    for (int v = 0; v < kTileVectors; ++v) {
+      const std::uint32_t vector = v * kTileThreads + thread;
+      if (vector >= tile.count) break;
+      const float4 row = rows[tile.row_of(tiles, vector)];
+      const Coefficients c{{row.x, row.y, 0.0f}, 0.0f, row.z, row.w};
+      float values[W];
+#pragma unroll
+      for (int j = 0; j < W; ++j) values[j] = forward_value<A>(raw[v][j], c);
+      store(y + v * kTileThreads * W, values, true, W, policy);
+    }
+  });
+}
+
+// The same for any S and any address.
 template <class T, Activation A>
 __global__ void __launch_bounds__(kTileThreads) apply_contiguous(const ForwardCall call, const Sweep sweep,
                                                                  const Hint store_hint) {
@@ -74,7 +166,7 @@ __global__ void __launch_bounds__(kTileThreads) apply_contiguous(const ForwardCa
   const std::int64_t tile = sweep.reverse ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const std::int64_t begin = tile * kTile;
   const T* x = static_cast<const T*>(call.x) + begin;
-  const bool aligned = is_aligned(call.x, 16), aligned_y = is_aligned(call.y, kTileVectors * 8);
+  const bool aligned = is_aligned(call.x, 16), aligned_y = is_aligned(call.y, 16);
   const std::uint64_t load_policy = make_policy(Hint::normal), store_policy = make_policy(store_hint);
 
   // x was complete before the statistics began: it need not wait.
@@ -129,6 +221,8 @@ cudaError_t launch_statistics_contiguous(const ForwardCall& call, const Plan& pl
   const bool short_leaves = call.d.tree.unit_channels * call.d.tree.unit_positions <= kLeafRow;
   return dispatch(call.x_type, [&](auto type) {
     using T = typename decltype(type)::type;
+    if (plan.runs.leaves > 0)
+      return launch(statistics_full_leaves<T>, plan.statistics, queue, call, plan.runs.leaves, hint);
     return short_leaves ? launch(statistics_contiguous<T, 1>, plan.statistics, queue, call, plan.runs, hint)
                         : launch(statistics_contiguous<T, kMicroBatchRows>, plan.statistics, queue, call, plan.runs, hint);
   });
@@ -138,6 +232,9 @@ cudaError_t launch_apply_contiguous(const ForwardCall& call, const Plan& plan, c
   return dispatch(call.x_type, [&](auto type) {
     return dispatch(call.activation, [&](auto activation) {
       using T = typename decltype(type)::type;
+      constexpr int W = 16 / sizeof(T);
+      if (tiles_serve(call.d, W) && is_aligned(call.x, 16) && is_aligned(call.y, 16))
+        return launch(apply_tiles<T, activation()>, plan.write, queue, call, make_tiles(call.d, W), plan.apply);
       return launch(apply_contiguous<T, activation()>, plan.write, queue, call, plan.apply, Hint::normal);
     });
   });

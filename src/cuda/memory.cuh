@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "core/dispatch.h"
 #include "core/numeric.h"
 #include "cuda/device.cuh"
 #include "steadynorm/types.h"
@@ -39,10 +40,19 @@ struct Packed {
   }
 };
 
+// For 16-bit values: the compiler need not keep the values that it has made of them; without this, the statistics spill.
+template <class T, int W, int kCount>
+__device__ __forceinline__ void unpack_again(Packed<T, W> (&raw)[kCount]) {
+  if constexpr (!kIsFloat<T>) {
+#pragma unroll
+    for (int v = 0; v < kCount; ++v) forget_words(raw[v].words);
+  }
+}
+
 template <class T, int W>
 constexpr int kAlignment = W * static_cast<int>(sizeof(T)) < 16 ? W * static_cast<int>(sizeof(T)) : 16;
 
-__device__ __forceinline__ bool is_aligned(const void* p, int bytes) {
+STEADYNORM_HD bool is_aligned(const void* p, int bytes) {
   return reinterpret_cast<std::uintptr_t>(p) % static_cast<unsigned>(bytes) == 0;
 }
 
@@ -90,6 +100,17 @@ __device__ __forceinline__ void store(T* p, const float (&values)[W], bool whole
       else
         p[i] = T{static_cast<std::uint16_t>(pack_pair<T>(values[i], 0.0f))};
     }
+}
+
+// f(Type<float>{}), f(Type<BFloat16>{}) or f(Type<Float16>{}), on the device.
+template <class F>
+__device__ __forceinline__ void with_type(DType dtype, const F& f) {
+  if (dtype == DType::bfloat16)
+    f(Type<BFloat16>{});
+  else if (dtype == DType::float16)
+    f(Type<Float16>{});
+  else
+    f(Type<float>{});
 }
 
 // The output's dtype is a run-time value: it changes one store, not the loop.

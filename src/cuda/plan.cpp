@@ -18,6 +18,7 @@ constexpr std::int64_t kGridLimit = 2147483647;
 // What a plan may choose; everything else follows.
 struct Choice {
   int warps = kLeafWarps;
+  int leaves = 0;             // that a warp evaluates together; 0: as many as leave the device full
   int column_target = 16;     // column threads of a reduction
   int column_threads = 128;   // of its block; twice as many where groups ask for more columns
   int sweep_columns = 64;     // at most, of a sweep
@@ -40,17 +41,39 @@ int power_of_two_until(std::int64_t n) {
   return p;
 }
 
-Runs make_runs(const Tree& tree, int warps) {
+// Leaves that a warp evaluates together, of `leaves` of the tensor: fewer where the warps would not fill the device twice.
+int leaves_together(std::int64_t leaves, const DeviceInfo& device, const Choice& choice) {
+  if (choice.leaves > 0) return choice.leaves;
+  int together = kFullLeaves;
+  while (together > 1 && leaves < std::int64_t{2 * 16} * device.sms * together) together /= 2;
+  return together;
+}
+
+// Runs have at least `together` leaves where a unit has them.
+Runs make_runs(const Tree& tree, int warps, std::int64_t together) {
   Runs r;
   r.warps = warps;
   const std::int64_t leaves = tree.positions >= kContiguousLeaf ? tree.unit_positions / tree.leaf_positions : 1;
-  r.runs_per_unit = static_cast<int>(std::min<std::int64_t>(warps, leaves));
+  r.runs_per_unit = static_cast<int>(std::min(std::int64_t{warps}, std::max<std::int64_t>(1, leaves / together)));
   r.leaves_per_run = leaves / r.runs_per_unit;
-  r.levels = levels_for(r.leaves_per_run);
+  r.levels = std::max(1, levels_for(r.leaves_per_run));
   return r;
 }
 
+// Whether every unit of the statistics is one leaf, and none is ragged.
+bool full_leaves(const Tree& tree) {
+  return tree.unit_positions * tree.unit_channels == kContiguousLeaf && tree.positions % tree.unit_positions == 0 &&
+         tree.channels % tree.unit_channels == 0;
+}
+
 Launch launch_of(const Runs& r, std::int64_t units) {
+  const int exchanged = kFullLeaves * kNodesOfLeaf, nodes = r.leaves > 0 ? 0 : 1 + r.levels;
+  return {divide_up(r.leaves > 0 ? divide_up(units, r.leaves) : units * r.runs_per_unit, r.warps), r.warps * kLanes, 1,
+          r.warps * (nodes + exchanged) * kNodeBytes};
+}
+
+// Backward sums.
+Launch launch_of_sums(const Runs& r, std::int64_t units) {
   return {divide_up(units * r.runs_per_unit, r.warps), r.warps * kLanes, 1, r.warps * (1 + r.levels) * kNodeBytes};
 }
 
@@ -127,9 +150,13 @@ Sweep choose_sweep(const Problem& p, const DeviceInfo& device, const Choice& cho
   return r;
 }
 
-Launch launch_of(const Sweep& r, const Problem& p) {
-  if (p.layout == Layout::contiguous)
-    return {divide_up(p.elements(), kTileThreads * kTileVectors * vector_width(p)), kTileThreads, 1, 0};
+// contiguous: `row_bytes` of shared memory for each channel row that a tile may touch, unless a vector may cross a row's end.
+Launch launch_of(const Sweep& r, const Problem& p, int row_bytes) {
+  if (p.layout == Layout::contiguous) {
+    const std::int64_t vectors = kTileThreads * kTileVectors, row = p.positions / r.width;
+    const std::int64_t rows = p.positions % r.width == 0 ? divide_up(vectors, row) + 1 : 0;
+    return {divide_up(p.elements(), vectors * r.width), kTileThreads, 1, static_cast<int>(rows * row_bytes)};
+  }
   // Shared memory: the coefficients of each channel.
   return {p.samples * r.slabs * divide_up(p.positions, r.lanes * r.rows), r.columns, r.lanes,
           r.columns * kColumnWidth * kCoefficientBytes};
@@ -144,17 +171,25 @@ Plan make_plan(const Problem& p, const DeviceInfo& device, const Choice& choice)
   plan.sticky = bytes_of_x(p) >= (std::int64_t{64} << 20);
   plan.apply = plan.gradient = choose_sweep(p, device, choice);
   if (p.layout == Layout::contiguous) {
-    plan.runs = plan.sum_runs = make_runs(tree, choice.warps);
-    plan.statistics = launch_of(plan.runs, contiguous_units(d));
-    plan.sums = launch_of(plan.sum_runs, contiguous_sum_units(d));
+    const std::int64_t units = contiguous_units(d);
+    const int together = leaves_together(units * divide_up(tree.unit_positions, kContiguousLeaf), device, choice);
+    plan.runs = make_runs(tree, choice.warps, together);
+    plan.sum_runs = make_runs(tree, choice.warps, 1);
+    if (full_leaves(tree)) {
+      plan.runs.leaves = together;
+      plan.runs.warps = std::min(choice.warps, kFullLeafWarps);
+      while (plan.runs.warps > 1 && units < std::int64_t{2} * device.sms * plan.runs.warps * together) plan.runs.warps /= 2;
+    }
+    plan.statistics = launch_of(plan.runs, units);
+    plan.sums = launch_of_sums(plan.sum_runs, contiguous_sum_units(d));
   } else {
     plan.columns = choose_columns(p, device, choice, true);
     plan.sum_columns = choose_columns(p, device, choice, false);
     plan.statistics = launch_of(plan.columns, p, tree);
     plan.sums = launch_of(plan.sum_columns, p, tree);
   }
-  plan.write = launch_of(plan.apply, p);
-  plan.input = launch_of(plan.gradient, p);
+  plan.write = launch_of(plan.apply, p, 16);
+  plan.input = launch_of(plan.gradient, p, 32);
   plan.unit_lanes = power_of_two_from(divide_up(tree.spatial_units, kUnitsOfThread));
   plan.rows = {tree.spatial_units == 1 ? 0 : divide_up(p.samples * p.channels, kRowThreads / plan.unit_lanes),
                kRowThreads / plan.unit_lanes, plan.unit_lanes, kRowThreads * kNodeBytes};
@@ -185,6 +220,8 @@ std::vector<Plan> legal_plans(const Problem& problem, const DeviceInfo& device) 
     if (std::find(plans.begin(), plans.end(), plan) == plans.end()) plans.push_back(plan);
   };
   for (const int warps : {1, 2, 4, 8}) add({.warps = warps});
+  for (const int leaves : {2, kFullLeaves})
+    for (const int warps : {2, kLeafWarps}) add({.warps = warps, .leaves = leaves});
   for (const int target : {1, 8, 64})
     for (const int threads : {64, kColumnThreads})
       add({.column_target = target, .column_threads = threads, .sweep_columns = 16, .sweep_rows = 4, .reverse = true});
@@ -215,7 +252,7 @@ std::ostream& operator<<(std::ostream& out, const Plan& p) {
         << "; sweep " << p.apply.columns << " x " << p.apply.lanes << " x " << p.apply.rows << " rows";
   else
     out << "contiguous: " << p.runs.warps << " warps, " << p.runs.runs_per_unit << " runs of " << p.runs.leaves_per_run
-        << " leaves a unit";
+        << " leaves a unit, " << p.runs.leaves << " full leaves a warp";
   return out << (p.sticky ? ", evict_last" : "") << (p.overlap ? ", overlapped" : "") << "\n  statistics " << p.statistics
              << "\n  write " << p.write << "\n  sums " << p.sums << "\n  rows " << p.rows << "\n  input " << p.input << "\n";
 }

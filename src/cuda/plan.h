@@ -42,7 +42,8 @@ struct Runs {
   int warps = 0;                     // of a block
   int runs_per_unit = 1;             // a power of two that divides warps
   std::int64_t leaves_per_run = 1;   // a power of two
-  int levels = 0;                    // of a warp's binary counter; 0 when a run is one leaf
+  int levels = 0;                    // of a warp's binary counter
+  int leaves = 0;                    // when every unit is one full leaf: of a warp; else 0
 
   bool operator==(const Runs&) const = default;
 };
@@ -110,9 +111,12 @@ std::int64_t padded_roots(const Tree&);
 constexpr int kFoldItems = 1024;    // nodes that a block merges
 constexpr int kFoldThreads = 256;
 constexpr int kLeafWarps = 8;       // contiguous: at most, of a block that reduces
+constexpr int kFullLeaves = 4;      // contiguous: full leaves that a warp evaluates together
+constexpr int kFullLeafWarps = 4;   // at most, of a block that does
+constexpr int kNodesOfLeaf = 40;    // places of its lanes' nodes in shared memory
 constexpr int kColumnThreads = 256;  // channels_last: at most, of a block
-constexpr int kTileThreads = 512;   // contiguous: of a block of an element-wise sweep, two vectors each (H200,
-constexpr int kTileVectors = 2;     // 2026-11-30, 1 GiB: copies by 512 x 1 to 1024 x 2 vectors are fastest, 4.2 TB/s)
+constexpr int kTileThreads = 256;   // contiguous: of a block of an element-wise sweep, four vectors each: fewer leave
+constexpr int kTileVectors = 4;     // what a thread does once dearer than its elements
 constexpr int kColumnWidth = 4;     // channels_last: channels of a thread; with eight, nodes and coefficients cost occupancy
 constexpr int kColumnLanes = 128;   // channels_last: so that the lanes of a channel, four a thread, fit a warp
 constexpr int kUnitsOfThread = 8;   // backward: of a channel, merged by one thread

@@ -29,17 +29,19 @@ __device__ __forceinline__ Node warp_tree(Node node, double count) {
 // Over aligned segments of `width` lanes, a power of two; the first lane of each gets its root.
 __device__ __forceinline__ Moments warp_tree(Moments m, int width) {
   const int lane = threadIdx.x % kLanes;
+#pragma unroll 1  // its divisions are long, and a kernel's first run fetches every instruction
   for (int step = 1; step < width; step *= 2) {
     const Moments right{shuffle_down(m.count, step), shuffle_down(m.mean, step),
                         shuffle_down(m.m2, step)};
-    if (lane % (2 * step) == 0) m = merge(m, right);
+    if ((lane & (2 * step - 1)) == 0) m = merge(m, right);
   }
   return m;
 }
 
-// Of each segment the first `there` lanes hold a node.
+// Of each segment, a power of two of lanes, the first `there` lanes hold a node.
 __device__ __forceinline__ ChannelSums warp_tree(ChannelSums s, int width, int there) {
-  const int place = threadIdx.x % width;
+  const int place = threadIdx.x & (width - 1);
+#pragma unroll 1
   for (int step = 1; step < width; step *= 2) {
     const ChannelSums right{shuffle_down(s.dz, step), shuffle_down(s.dz_normalized, step)};
     if (place + step < there) s = merge(s, right);

@@ -93,10 +93,17 @@ STEADYNORM_HD Node micro_batch_in_double(const Stored& stored, const Present& pr
 
 // Moments of one micro-batch. x(v, j) is +0 where present_at(v, j) is false; kFull promises that all are there. The rare
 // second computation reads the values again by stored(v, j): kept in registers, they would cost every other one dearly.
-template <int kRows, int kWidth, bool kFull, class Value, class Stored, class Present>
-STEADYNORM_HD Node micro_batch(const Value& x, const Stored& stored, const Present& present_at, int count) {
+// between() runs after x's first use.
+struct Nothing {
+  STEADYNORM_HD void operator()() const {}
+};
+
+template <int kRows, int kWidth, bool kFull, class Value, class Stored, class Present, class Between = Nothing>
+STEADYNORM_HD Node micro_batch(const Value& x, const Stored& stored, const Present& present_at, int count,
+                               const Between& between = {}) {
   const int n = kFull ? kRows * kWidth : count;
   const float m = micro_batch_sum<kRows, kWidth>(x) / static_cast<float>(n);
+  between();
   const auto [d, q] = micro_batch_sum<kRows, kWidth>([&](int v, int j) {
     const float e = kFull || present_at(v, j) ? x(v, j) - m : 0.0f;
     return Pair{e, e * e};

@@ -11,15 +11,6 @@
 
 namespace steadynorm::cuda {
 
-struct Dimensions {
-  std::int64_t N, C, G, S, D;
-  Tree tree;
-};
-
-inline Dimensions dimensions_of(const Problem& p) {
-  return {p.samples, p.channels, p.groups, p.positions, p.channels_per_group(), tree_of(p)};
-}
-
 // 64-bit division takes some 80 instructions on a GPU, 32-bit some 20.
 STEADYNORM_HD std::int64_t quotient(std::int64_t a, std::int64_t b) {
   if (((a | b) >> 32) == 0) return static_cast<std::uint32_t>(a) / static_cast<std::uint32_t>(b);
@@ -35,10 +26,45 @@ STEADYNORM_HD Split split(std::int64_t a, std::int64_t b) {
   return {q, a - q * b};
 }
 
+// Division by a number that the host knows: of n < 2^31 a multiplication and a shift.
+struct Divisor {
+  std::int64_t divisor = 1;
+  std::uint32_t multiplier = 0x80000001u;
+  int shift = 31;  // beyond 62: too large a divisor
+
+  Divisor() = default;
+  explicit Divisor(std::int64_t d) : divisor(d) {
+    while (shift < 63 && (std::int64_t{1} << (shift - 31)) < d) ++shift;
+    if (shift < 63) multiplier = static_cast<std::uint32_t>((std::uint64_t{1} << shift) / static_cast<std::uint64_t>(d) + 1);
+  }
+  STEADYNORM_HD std::uint32_t quotient(std::uint32_t n) const {
+    return static_cast<std::uint32_t>((std::uint64_t{n} * multiplier) >> shift);
+  }
+};
+
+STEADYNORM_HD Split split(std::int64_t a, const Divisor& b) {
+  const std::int64_t q = (a >> 31) == 0 && b.shift < 63 ? std::int64_t{b.quotient(static_cast<std::uint32_t>(a))} : a / b.divisor;
+  return {q, a - q * b.divisor};
+}
+
 STEADYNORM_HD int power_of_two_from(std::int64_t n) {
   int p = 1;
   while (p < n) p *= 2;
   return p;
+}
+
+struct Dimensions {
+  std::int64_t N, C, G, S, D;
+  Tree tree;
+  Divisor by_C, by_D, by_spatial_units, by_roots;
+};
+
+inline Dimensions dimensions_of(const Problem& p) {
+  const Tree tree = tree_of(p);
+  return {p.samples,           p.channels,                     p.groups,
+          p.positions,         p.channels_per_group(),         tree,
+          Divisor(p.channels), Divisor(p.channels_per_group()), Divisor(tree.spatial_units),
+          Divisor(tree.roots())};
 }
 
 // contiguous: unit `index` in memory order. begin is its first element, root its place among all groups' roots.
@@ -50,8 +76,8 @@ STEADYNORM_HD std::int64_t contiguous_units(const Dimensions& d) { return d.N * 
 
 STEADYNORM_HD ContiguousUnit contiguous_unit(const Dimensions& d, std::int64_t index) {
   const Tree& t = d.tree;
-  const Split group = split(index, t.roots());
-  const Split channel = split(group.remainder, t.spatial_units);  // of channel units
+  const Split group = split(index, d.by_roots);
+  const Split channel = split(group.remainder, d.by_spatial_units);  // of channel units
   const std::int64_t unit = channel.remainder;
   const std::int64_t channels = t.channel_end(channel.quotient) - t.channel_begin(channel.quotient);
   return {group.quotient * d.D * d.S + t.channel_begin(channel.quotient) * d.S + t.unit_begin(unit),
@@ -67,7 +93,7 @@ struct ChannelUnit {
 };
 
 STEADYNORM_HD ChannelUnit contiguous_sum_unit(const Dimensions& d, std::int64_t index) {
-  const Split row = split(index, d.tree.spatial_units);
+  const Split row = split(index, d.by_spatial_units);
   return {row.quotient, row.quotient * d.S + d.tree.unit_begin(row.remainder),
           d.tree.unit_end(row.remainder) - d.tree.unit_begin(row.remainder)};
 }
@@ -80,7 +106,7 @@ struct SlabUnit {
 // A slab is `slab` channels in a row, or, for the statistics of groups larger than a channel unit, one channel unit.
 STEADYNORM_HD SlabUnit slab_unit(const Dimensions& d, const Columns& columns, std::int64_t index) {
   const Split slab = split(index, columns.slabs);
-  const Split unit = split(slab.quotient, d.tree.spatial_units);
+  const Split unit = split(slab.quotient, d.by_spatial_units);
   SlabUnit r{unit.quotient, unit.remainder, 0, 0};
   if (!columns.by_channel_unit) {
     r.channel_begin = slab.remainder * columns.slab;

@@ -84,6 +84,25 @@ TEST_F(CudaBits, DoNotDependOnThePlan) {
   }
 }
 
+// Units of several leaves, and tensors of full leaves whose last warp has fewer of them.
+TEST_F(CudaBits, OfManyLeavesAWarpAreTheCpus) {
+  const std::int64_t sizes[][4] = {{1, 1, 1, 1100001}, {1, 1, 1, 524288}, {1, 7, 1, 2048}, {3, 10, 2, 4096}, {1, 72, 3, 256}};
+  std::uint64_t seed = 90;
+  for (const auto& size : sizes) {
+    const Problem p = make_problem(size[0], size[1], size[2], size[3], Layout::contiguous, DType::bfloat16);
+    const Inputs in(p, make_data(p, Kind::normal, ++seed));
+    const Forward expected = run_forward(p, in);
+    const DeviceInputs inputs(in);
+    for (const cuda::Plan& plan : cuda::legal_plans(p, cuda::current_device())) {
+      std::ostringstream name;
+      name << describe(p) << ", " << plan;
+      const DeviceForward f(p, inputs);
+      cuda::forward(plan, p, f.arguments, nullptr);
+      expect_same(name.str(), p, f.read(p), expected);
+    }
+  }
+}
+
 TEST_F(CudaBits, DoNotDependOnTheAlignment) {
   std::uint64_t seed = 100;
   for (const Problem& p : problems(23)) {

@@ -68,6 +68,7 @@ T* shared_memory() {
 inline int count_bits(unsigned value) { return std::popcount(value); }
 
 inline double shuffle_down(double value, int step) { return emulation::shuffle_down(value, step); }
+inline void warp_barrier() { emulation::shuffle_down(0, 0); }
 
 enum class Hint : int { normal, first, last };
 inline std::uint64_t make_policy(Hint) { return 0; }
@@ -85,6 +86,9 @@ void store_words(void* p, const std::uint32_t (&w)[kWords], std::uint64_t) {
   require_aligned(p, sizeof w < 16 ? sizeof w : 16);
   std::memcpy(p, w, sizeof w);
 }
+
+template <int kWords>
+void forget_words(std::uint32_t (&)[kWords]) {}
 
 template <class T>
 float to_fp32(T value) {
