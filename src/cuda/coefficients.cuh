@@ -21,6 +21,13 @@ __device__ __forceinline__ Statistics load_statistics(const Call& call, std::int
   return {call.statistics[group], call.statistics[plane + group], call.statistics[2 * plane + group]};
 }
 
+__device__ __forceinline__ void store_statistics(const ForwardCall& call, std::int64_t group, const Statistics& s) {
+  const std::int64_t plane = call.d.N * call.d.G;
+  call.statistics_out[group] = s.mean_hi;
+  call.statistics_out[plane + group] = s.mean_lo;
+  call.statistics_out[2 * plane + group] = s.rstd;
+}
+
 __device__ __forceinline__ GroupMeans load_means(const BackwardCall& call, std::int64_t group) {
   const float2 means = call.means[group];
   return {means.x, means.y};
@@ -32,14 +39,19 @@ struct Coefficients {
   float weight, scale, bias;  // scale = weight * rstd
 };
 
-__device__ __forceinline__ Coefficients load_coefficients(const Call& call, std::int64_t n, std::int64_t c,
-                                                          std::int64_t group) {
+__device__ __forceinline__ Coefficients load_coefficients(const Call& call, const Statistics& statistics, std::int64_t n,
+                                                          std::int64_t c) {
   Coefficients r;
-  r.statistics = load_statistics(call, group);
+  r.statistics = statistics;
   r.weight = load_parameter(call.weight, n, c, 1.0f);
   r.bias = load_parameter(call.bias, n, c, 0.0f);
   r.scale = r.weight * r.statistics.rstd;
   return r;
+}
+
+__device__ __forceinline__ Coefficients load_coefficients(const Call& call, std::int64_t n, std::int64_t c,
+                                                          std::int64_t group) {
+  return load_coefficients(call, load_statistics(call, group), n, c);
 }
 
 // Of W channels in a row. A thread of a channels_last kernel keeps them over all its rows. `each(j, group)` may load more.

@@ -97,7 +97,7 @@ void reduce(const ForwardCall& call, const Problem& problem, const Prepared& p) 
   check(problem.layout == Layout::contiguous ? launch_statistics_contiguous(call, p.plan, p.first)
                                              : launch_statistics_channels_last(call, p.plan, p.first),
         "the statistics kernel");
-  check(launch_finalize(call, p.plan, p.next), "the merging kernel");
+  if (!call.merge_roots) check(launch_finalize(call, p.plan, p.next), "the merging kernel");
 }
 
 void write(const ForwardCall& call, const Problem& problem, const Prepared& p) {
@@ -138,6 +138,7 @@ void forward(const Plan& plan, const Problem& problem, const ForwardArguments& a
   call.statistics = call.statistics_out = a.statistics;
   call.roots = at<Node>(a.workspace, w.roots);
   call.folded = at<Moments>(a.workspace, w.folded);
+  call.merge_roots = problem.layout == Layout::contiguous && apply_merges_contiguous(call);
   reduce(call, problem, p);
   write(call, problem, p);
 }

@@ -25,20 +25,11 @@ __device__ __forceinline__ Moments load_item(const ForwardCall& call, const Leve
                                              std::int64_t item) {
   if (item >= level.items) return {};
   if (level.folded != nullptr) return level.folded[group * level.items + item];
-  const Tree& tree = call.d.tree;
-  const std::int64_t place = item >> level.channel_shift, channel = item - (place << level.channel_shift);
-  if (channel >= tree.channel_units || place >= tree.spatial_units) return {};
-  return with_count(call.roots[group * tree.roots() + place * tree.channel_units + channel], tree.count(place, channel));
+  return load_root(call, group, item, level.channel_shift);
 }
 
 __device__ __forceinline__ void write_group(const ForwardCall& call, std::int64_t group, const Moments& m) {
-  if (call.statistics_out != nullptr) {
-    const std::int64_t plane = call.d.N * call.d.G;
-    const Statistics s = statistics_of(m, call.eps);
-    call.statistics_out[group] = s.mean_hi;
-    call.statistics_out[plane + group] = s.mean_lo;
-    call.statistics_out[2 * plane + group] = s.rstd;
-  }
+  if (call.statistics_out != nullptr) store_statistics(call, group, statistics_of(m, call.eps));
   if (call.moments_out != nullptr) {
     call.moments_out[3 * group] = m.count;
     call.moments_out[3 * group + 1] = m.mean;
@@ -98,8 +89,7 @@ __global__ void __launch_bounds__(kFoldThreads) statistics_of_moments(const Call
 
 cudaError_t launch_finalize(const ForwardCall& call, const Plan&, const Queue& queue) {
   const std::int64_t groups = call.d.N * call.d.G;
-  Level level{nullptr, padded_roots(call.d.tree), 0, 0, 0, 0};
-  while ((std::int64_t{1} << level.channel_shift) < call.d.tree.channel_units) ++level.channel_shift;
+  Level level{nullptr, padded_roots(call.d.tree), 0, 0, 0, channel_shift(call.d.tree)};
   Moments* folded = call.folded;
   for (;;) {
     level.chunks = divide_up(level.items, kFoldItems);

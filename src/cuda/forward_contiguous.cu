@@ -115,9 +115,25 @@ __global__ void __launch_bounds__(kLeafWarps* kLanes, 2) statistics_contiguous(c
   }
 }
 
+// Few roots a group, and few groups a tile: every block merges the roots of its groups itself, which saves a launch. A
+// warp takes a group, a lane one of its items.
+constexpr int kGroupsOfTile = 10;
+
+struct Merging {
+  int width;          // lanes that have items, a power of two
+  int channel_shift;
+};
+
+__device__ __forceinline__ Statistics merged_roots(const ForwardCall& call, const Merging& merging, std::int64_t group,
+                                                   int lane) {
+  const Moments m = lane < merging.width ? load_root(call, group, lane, merging.channel_shift) : Moments{};
+  return statistics_of(warp_tree(m, merging.width), call.eps);
+}
+
 // Shared memory: mean_hi, mean_lo, scale and bias of each row of the tile.
-template <class T, Activation A>
-__global__ void __launch_bounds__(kTileThreads, 5) apply_tiles(const ForwardCall call, const Tiles tiles, const Sweep sweep) {
+template <class T, Activation A, bool kMerges>
+__global__ void __launch_bounds__(kTileThreads, kMerges ? 3 : 5)
+    apply_tiles(const ForwardCall call, const Tiles tiles, const Sweep sweep, const Merging merging) {
   constexpr int W = 16 / sizeof(T);
   float4* const rows = shared_memory<float4>();
   const std::uint32_t thread = threadIdx.x;
@@ -133,9 +149,24 @@ __global__ void __launch_bounds__(kTileThreads, 5) apply_tiles(const ForwardCall
   release_next();
   wait_for_previous();
 
+  __shared__ Statistics groups[kMerges ? kGroupsOfTile : 1];
+  const std::int64_t first_group = split(tile.first_row, call.d.by_D).quotient;
+  if constexpr (kMerges) {
+    const int count = static_cast<int>(split(tile.first_row + tile.rows - 1, call.d.by_D).quotient - first_group) + 1;
+    const int lane = static_cast<int>(thread) % kLanes;
+    for (int g = static_cast<int>(thread) / kLanes; g < count; g += kTileThreads / kLanes) {
+      const Statistics s = merged_roots(call, merging, first_group + g, lane);
+      if (lane != 0) continue;
+      groups[g] = s;
+      const std::int64_t row = (first_group + g) * call.d.D - tile.first_row;  // the block of its first value writes it
+      if (row > 0 || (row == 0 && tile.skip == 0)) store_statistics(call, first_group + g, s);
+    }
+    __syncthreads();
+  }
   for (std::uint32_t r = thread; r < tile.rows; r += kTileThreads) {
     const RowPlace place = row_place(call.d, tile.first_row + r);
-    const Coefficients c = load_coefficients(call, place.n, place.c, place.group);
+    const Statistics s = kMerges ? groups[place.group - first_group] : load_statistics(call, place.group);
+    const Coefficients c = load_coefficients(call, s, place.n, place.c);
     rows[r] = float4{c.statistics.mean_hi, c.statistics.mean_lo, c.scale, c.bias};
   }
   __syncthreads();
@@ -214,7 +245,18 @@ __global__ void __launch_bounds__(kTileThreads) apply_contiguous(const ForwardCa
   }
 }
 
+int width_of(const ForwardCall& call) { return 16 / static_cast<int>(size_of(call.x_type)); }
+
+bool has_tiles(const ForwardCall& call) {
+  return tiles_serve(call.d, width_of(call)) && is_aligned(call.x, 16) && is_aligned(call.y, 16);
+}
+
 }  // namespace
+
+bool apply_merges_contiguous(const ForwardCall& call) {
+  return has_tiles(call) && padded_roots(call.d.tree) <= kLanes &&
+         call.d.D * call.d.S * (kGroupsOfTile - 2) >= std::int64_t{kVectorsOfTile} * width_of(call);
+}
 
 cudaError_t launch_statistics_contiguous(const ForwardCall& call, const Plan& plan, const Queue& queue) {
   const Hint hint = plan.sticky ? Hint::last : Hint::normal;
@@ -232,9 +274,14 @@ cudaError_t launch_apply_contiguous(const ForwardCall& call, const Plan& plan, c
   return dispatch(call.x_type, [&](auto type) {
     return dispatch(call.activation, [&](auto activation) {
       using T = typename decltype(type)::type;
-      constexpr int W = 16 / sizeof(T);
-      if (tiles_serve(call.d, W) && is_aligned(call.x, 16) && is_aligned(call.y, 16))
-        return launch(apply_tiles<T, activation()>, plan.write, queue, call, make_tiles(call.d, W), plan.apply);
+      if (has_tiles(call)) {
+        const Tiles tiles = make_tiles(call.d, 16 / sizeof(T));
+        const int lanes = power_of_two_from(padded_roots(call.d.tree));
+        const Merging merging{lanes, channel_shift(call.d.tree)};
+        return call.merge_roots
+                   ? launch(apply_tiles<T, activation(), true>, plan.write, queue, call, tiles, plan.apply, merging)
+                   : launch(apply_tiles<T, activation(), false>, plan.write, queue, call, tiles, plan.apply, merging);
+      }
       return launch(apply_contiguous<T, activation()>, plan.write, queue, call, plan.apply, Hint::normal);
     });
   });

@@ -35,6 +35,7 @@ struct ForwardCall : Call {
   double* moments_out = nullptr;    // [N, G, 3], may be null
   Node* roots = nullptr;            // [N, G, roots]
   Moments* folded = nullptr;
+  bool merge_roots = false;         // by the apply kernel, without launch_finalize
 };
 
 struct BackwardCall : Call {
@@ -57,6 +58,7 @@ cudaError_t launch_statistics_contiguous(const ForwardCall&, const Plan&, const 
 cudaError_t launch_statistics_channels_last(const ForwardCall&, const Plan&, const Queue&);
 cudaError_t launch_finalize(const ForwardCall&, const Plan&, const Queue&);
 cudaError_t launch_statistics_of_moments(const Call&, const double* moments, float* statistics, const Queue&);
+bool apply_merges_contiguous(const ForwardCall&);
 cudaError_t launch_apply_contiguous(const ForwardCall&, const Plan&, const Queue&);
 cudaError_t launch_apply_channels_last(const ForwardCall&, const Plan&, const Queue&);
 
