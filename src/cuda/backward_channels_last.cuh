@@ -73,7 +73,7 @@ __device__ __forceinline__ void channels_last_leaf_sums(ChannelSums (&leaf)[kCol
 
 // Registers, again by more threads than a block has: 96 or 128, or 168 for wide rows through a curve.
 constexpr int sums_bound(Activation a, std::size_t bytes) {
-  const bool straight = a == Activation::none || a == Activation::relu;
+  const bool straight = a == Activation::none;
   return kReductionBound - (straight ? 0 : 128) - (bytes == 4 ? 0 : 128);
 }
 

@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kTileThreads, 3) input_gradient_tiles(const Ba
 
 // The same for any S and any address.
 template <class T, class U, Activation A>
-__global__ void __launch_bounds__(kTileThreads) input_gradient_contiguous(const BackwardCall call, const Sweep sweep,
+__global__ void __launch_bounds__(kTileThreads, 2) input_gradient_contiguous(const BackwardCall call, const Sweep sweep,
                                                                           const Hint store_hint) {
   constexpr int W = 16 / sizeof(T);
   constexpr int kTile = kTileThreads * kTileVectors * W;
