@@ -48,6 +48,7 @@ def options(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.cuda, counter, lambda: 1 << 20)
     monkeypatch.setattr(run, "Timer", FakeTimer)
     monkeypatch.setattr(run, "capture", lambda function: function())
+    monkeypatch.setattr(run, "capture_copy", lambda target, source: target.copy_(source))
     monkeypatch.setattr(FakeTimer, "interrupt_after", 1000)
     monkeypatch.setattr(arms, "operands", functools.partial(arms.operands, device="cpu"))
     layout = torch.contiguous_format
