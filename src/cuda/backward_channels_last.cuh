@@ -40,7 +40,7 @@ __device__ __forceinline__ void channels_last_leaf_sums(ChannelSums (&leaf)[kBac
 
 // Shared memory: nodes[lanes][slab], then the binary counter over rounds, levels[][slab].
 template <class T, class U, Activation A>
-__global__ void __launch_bounds__(kColumnThreads, sizeof(T) + sizeof(U) == 8 ? 1 : 2)  // fp32: 64 KB in flight by one block
+__global__ void __launch_bounds__(kColumnThreads, sizeof(T) + sizeof(U) == 4 ? 2 : 1)  // fp32: 48 KB or more in flight by one block
     sums_channels_last(const BackwardCall call, const Columns p, const Hint hint) {
   constexpr int W = kBackwardWidth;
   ChannelSums* const nodes = shared_memory<ChannelSums>();

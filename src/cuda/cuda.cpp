@@ -109,12 +109,13 @@ void write(const ForwardCall& call, const Problem& problem, const Prepared& p) {
 }  // namespace
 
 // A device's facts never change, so they are read once.
-DeviceInfo current_device() {
+const DeviceInfo& current_device() {
   static std::array<std::unique_ptr<const DeviceInfo>, kMaxDevices> known;
   static std::mutex mutex;
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
-  if (device >= kMaxDevices) return query(device);
+  if (device >= kMaxDevices)
+    throw Unsupported("group_norm: at most " + std::to_string(kMaxDevices) + " devices, got device " + std::to_string(device));
   const std::lock_guard lock(mutex);
   auto& entry = known[static_cast<std::size_t>(device)];
   if (!entry) entry = std::make_unique<const DeviceInfo>(query(device));

@@ -38,10 +38,9 @@ __device__ __forceinline__ void channels_last_leaf(Node (&leaf)[W], const T* x, 
 }
 
 // Shared memory: nodes[lanes][slab], then the binary counter over rounds, levels[][slab].
-template <class T>
+template <class T, int W>
 __global__ void __launch_bounds__(kColumnThreads, 2)
     statistics_channels_last(const ForwardCall call, const Columns p, const Hint hint) {
-  constexpr int W = 16 / sizeof(T);
   Node* const nodes = shared_memory<Node>();
   release_next();
   wait_for_previous();
@@ -57,7 +56,7 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
   const int threads = p.columns * p.lanes;
   const int thread = static_cast<int>(threadIdx.y) * p.columns + static_cast<int>(threadIdx.x);
   const int own = channels - static_cast<int>(threadIdx.x) * W;  // channels of this thread, if positive
-  const bool aligned = p.vectors && own >= W && is_aligned(call.x, 16);
+  const bool aligned = p.vectors && own >= W && is_aligned(call.x, kAlignment<T, W>);
   const T* x = static_cast<const T*>(call.x) + (place.n * call.d.S + begin) * C + place.channel_begin + threadIdx.x * W;
   Node* levels = nodes + p.lanes * slab;
 
@@ -162,7 +161,10 @@ cudaError_t launch_statistics_channels_last(const ForwardCall& call, const Plan&
   const Hint hint = plan.sticky ? Hint::last : Hint::normal;
   return dispatch(call.x_type, [&](auto type) {
     using T = typename decltype(type)::type;
-    return launch(statistics_channels_last<T>, plan.statistics, queue, call, plan.columns, hint);
+    constexpr int kWidest = 16 / sizeof(T);
+    return plan.columns.width == 4 ? launch(statistics_channels_last<T, 4>, plan.statistics, queue, call, plan.columns, hint)
+                                   : launch(statistics_channels_last<T, kWidest>, plan.statistics, queue, call,
+                                            plan.columns, hint);
   });
 }
 

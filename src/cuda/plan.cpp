@@ -19,6 +19,7 @@ struct Choice {
   int warps = kLeafWarps;
   int column_target = 32;     // column threads of a reduction
   int column_threads = kColumnThreads;
+  int channels_of_thread = 8;  // channels_last statistics of a 16-bit type: 8 or 4
   int sweep_columns = 64;     // at most, of a sweep
   int sweep_rows = 16;
   bool reverse = false;
@@ -84,7 +85,7 @@ Launch launch_of(const Columns& r, const Problem& p, const Tree& tree) {
 Columns choose_columns(const Problem& p, const DeviceInfo& device, const Choice& choice, bool whole_units) {
   const Tree tree = tree_of(p);
   const std::int64_t D = p.channels_per_group();
-  const int width = whole_units ? vector_width(p) : kBackwardWidth;
+  const int width = whole_units ? std::min(vector_width(p), choice.channels_of_thread) : kBackwardWidth;
   const bool split_groups = whole_units && tree.channel_units > 1;
   bool vectors = p.channels % width == 0 && !(split_groups && D % width != 0);
   std::int64_t quantum = whole_units ? D : width;
@@ -178,6 +179,7 @@ std::vector<Plan> legal_plans(const Problem& problem, const DeviceInfo& device) 
     if (std::find(plans.begin(), plans.end(), plan) == plans.end()) plans.push_back(plan);
   };
   for (const int warps : {1, 2, 4, 8}) add({.warps = warps});
+  add({.channels_of_thread = 4});
   for (const int target : {1, 8, 64})
     for (const int threads : {64, kColumnThreads})
       add({.column_target = target, .column_threads = threads, .sweep_columns = 16, .sweep_rows = 4, .reverse = true});

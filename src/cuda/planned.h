@@ -7,7 +7,7 @@
 
 namespace steadynorm::cuda {
 
-DeviceInfo current_device();
+const DeviceInfo& current_device();
 
 void forward(const Plan&, const Problem&, const ForwardArguments&, Stream);
 void backward(const Plan&, const Problem&, const BackwardArguments&, Stream);
