@@ -12,6 +12,16 @@ namespace {
 
 constexpr int kGradientRows = 4;  // rows of x and dy that a thread of the dx sweep holds at a time
 
+// Blocks on an SM that the sums kernel is compiled for: two, of 128 registers a thread, where that does not spill. One
+// block has 32 KB of x and dy in flight, 48 KB or more where one of them is fp32. Not yet measured.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000  // fp32 operations in pairs take more registers
+template <class T, class U>
+constexpr int kSumBlocks = 1;
+#else
+template <class T, class U>
+constexpr int kSumBlocks = sizeof(T) + sizeof(U) == 4 ? 2 : 1;
+#endif
+
 // The sums of a leaf of `rows` positions for each of a thread's channels: micro-batches merged in order.
 template <class T, class U, Activation A>
 __device__ __forceinline__ void channels_last_leaf_sums(ChannelSums (&leaf)[kBackwardWidth], const T* x, const U* dy,
@@ -40,7 +50,7 @@ __device__ __forceinline__ void channels_last_leaf_sums(ChannelSums (&leaf)[kBac
 
 // Shared memory: nodes[lanes][slab], then the binary counter over rounds, levels[][slab].
 template <class T, class U, Activation A>
-__global__ void __launch_bounds__(kColumnThreads, sizeof(T) + sizeof(U) == 4 ? 2 : 1)  // fp32: 48 KB or more in flight by one block
+__global__ void __launch_bounds__(kColumnThreads, kSumBlocks<T, U>)
     sums_channels_last(const BackwardCall call, const Columns p, const Hint hint) {
   constexpr int W = kBackwardWidth;
   ChannelSums* const nodes = shared_memory<ChannelSums>();

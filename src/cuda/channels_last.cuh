@@ -15,7 +15,7 @@ __device__ __forceinline__ void load_rows(Packed<T, W> (&raw)[kCount], const T* 
                                           int channels, bool aligned, std::uint64_t policy) {
   if (aligned && rows >= kCount) {
 #pragma unroll
-    for (int v = 0; v < kCount; ++v) raw[v] = load<T, W>(x + v * pitch, policy);
+    for (int v = 0; v < kCount; ++v, x += pitch) raw[v] = load<T, W>(x, policy);
   } else {
 #pragma unroll
     for (int v = 0; v < kCount; ++v) {
