@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The entries with the plan given, for tests and benchmarks: forward(problem, ...) is forward(choose_plan(...), problem, ...).
+// The entries with the plan given, for tests and benchmarks: forward(problem, ...) is
+// forward(choose_plan(...), problem, ...).
 #pragma once
 
 #include "cuda/plan.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every output within the bounds of docs/numerics.md of the double reference, at the ends of every range and in between;
-// and a small set that reaches every kernel, for compute-sanitizer.
+// Every output within the bounds of docs/numerics.md of the double reference, at the ends of every range and
+// in between; and a small set that reaches every kernel, for compute-sanitizer.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -38,7 +38,8 @@ void expect_accurate(const Problem& p, Kind kind, std::uint64_t seed) {
   const ExpectedBackward expected = expect_backward(p, data);
   const Backward backward = cuda_backward(p, in, forward.statistics);
   EXPECT_TRUE(within_bounds(name + "dx", backward.dx, expected.dx, image_shape(p)));
-  EXPECT_TRUE(within_bounds(name + "dweight", backward.dweight, expected.dweight, parameter_shape(p, p.weight)));
+  EXPECT_TRUE(
+      within_bounds(name + "dweight", backward.dweight, expected.dweight, parameter_shape(p, p.weight)));
   EXPECT_TRUE(within_bounds(name + "dbias", backward.dbias, expected.dbias, parameter_shape(p, p.bias)));
 }
 
@@ -53,10 +54,13 @@ TEST_F(CudaAccuracy, RandomProblemsOfEveryKindStayWithinBounds) {
 
 TEST_F(CudaAccuracy, RaggedSizesStayWithinBounds) {
   for (const Layout layout : kLayouts) {
-    for (const std::int64_t S : {1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257, 513, 2047, 2048, 2049, 5000})
-      for (const std::int64_t D : {1, 3, 5}) expect_accurate(make_problem(2, 3 * D, 3, S, layout), Kind::offset_1e3, 2);
+    for (const std::int64_t S :
+         {1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257, 513, 2047, 2048, 2049, 5000})
+      for (const std::int64_t D : {1, 3, 5})
+        expect_accurate(make_problem(2, 3 * D, 3, S, layout), Kind::offset_1e3, 2);
     for (const std::int64_t D : {31, 255, 256, 257, 300, 513})
-      for (const std::int64_t S : {1, 9, 70}) expect_accurate(make_problem(1, 2 * D, 2, S, layout), Kind::normal, 3);
+      for (const std::int64_t S : {1, 9, 70})
+        expect_accurate(make_problem(1, 2 * D, 2, S, layout), Kind::normal, 3);
   }
 }
 
@@ -134,11 +138,13 @@ TEST_F(CudaErrors, AreThrownBeforeAnyWork) {
     cuda::forward(p, {}, nullptr);
     FAIL();
   } catch (const Unsupported& error) {
-    EXPECT_STREQ(error.what(), "group_norm: the CUDA backend serves float32, bfloat16 and float16, got float64");
+    EXPECT_STREQ(error.what(),
+                 "group_norm: the CUDA backend serves float32, bfloat16 and float16, got float64");
   }
 }
 
-// Small shapes that reach every kernel: short and long leaves, several leaves a run, folds, ragged slabs, split groups.
+// Small shapes that reach every kernel: short and long leaves, several leaves a run, folds, ragged slabs,
+// split groups.
 TEST_F(CudaSanitizer, ForwardAndBackwardReachEveryKernel) {
   for (const Layout layout : kLayouts)
     for (const Activation activation : kActivations)

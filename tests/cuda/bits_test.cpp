@@ -19,8 +19,8 @@ std::vector<Problem> problems(std::uint64_t seed) {
   Random random(seed);
   std::vector<Problem> list;
   for (int i = 0; i < kProblems; ++i) list.push_back(random_problem(random, 30000));
-  const std::int64_t sizes[][4] = {{1, 2, 1, 270001}, {2, 6, 2, 40003},  {3, 600, 2, 65}, {1, 40, 40, 3000},
-                                   {70, 24, 3, 1},    {5, 514, 1, 7},    {33, 8, 4, 49},  {1, 64, 8, 4096},
+  const std::int64_t sizes[][4] = {{1, 2, 1, 270001}, {2, 6, 2, 40003},  {3, 600, 2, 65},  {1, 40, 40, 3000},
+                                   {70, 24, 3, 1},    {5, 514, 1, 7},    {33, 8, 4, 49},   {1, 64, 8, 4096},
                                    {2, 320, 32, 256}, {1, 16, 2, 66000}, {1, 1300, 1, 64}, {2, 20, 2, 2048}};
   for (const auto& size : sizes)
     for (const Layout layout : {Layout::contiguous, Layout::channels_last}) {
@@ -38,12 +38,13 @@ std::vector<Problem> problems(std::uint64_t seed) {
 Array part(const Array& array, std::int64_t begin, std::int64_t count) {
   Array result(array.dtype, count);
   const std::size_t size = size_of(array.dtype);
-  std::memcpy(result.data(), array.bytes.data() + static_cast<std::size_t>(begin) * size, result.bytes.size());
+  std::memcpy(result.data(), array.bytes.data() + static_cast<std::size_t>(begin) * size,
+              result.bytes.size());
   return result;
 }
 
-// Statistics, none and relu use IEEE operations in one order everywhere; the other activations differ by the device's
-// exponential and reciprocal.
+// Statistics, none and relu use IEEE operations in one order everywhere; the other activations differ by the
+// device's exponential and reciprocal.
 TEST_F(CudaBits, AreTheCpusWithoutAnActivationAndWithRelu) {
   std::uint64_t seed = 0;
   for (Problem p : problems(21)) {
@@ -53,7 +54,8 @@ TEST_F(CudaBits, AreTheCpusWithoutAnActivationAndWithRelu) {
       const std::string name = describe(p) + ", " + to_string(kind);
       const Forward expected = run_forward(p, in);
       expect_same(name, p, cuda_forward(p, in), expected);
-      if (kind == Kind::huge) continue;  // sums that overflow to NaN, whose sign and payload are the machine's
+      if (kind == Kind::huge)
+        continue;  // sums that overflow to NaN, whose sign and payload are the machine's
       expect_same(name, cuda_backward(p, in, expected.statistics), run_backward(p, in, expected.statistics));
     }
     if (HasFailure()) return;
@@ -121,7 +123,8 @@ TEST_F(CudaBits, OfASampleDoNotDependOnItsBatch) {
   }
 }
 
-// The same values stored in fp32: equal statistics, and equal results once they are rounded to the narrow type.
+// The same values stored in fp32: equal statistics, and equal results once they are rounded to the narrow
+// type.
 TEST_F(CudaBits, DoNotDependOnTheStorageType) {
   std::uint64_t seed = 200;
   for (const Problem& narrow : problems(25)) {
@@ -153,7 +156,8 @@ TEST_F(CudaBits, DoNotDependOnWhichGradientsAreWanted) {
       const Backward some = cuda_backward(p, in, forward.statistics, wanted);
       const std::string name = describe(p) + ", subset " + std::to_string(subset);
       if (wanted.dx) EXPECT_TRUE(same_bits(name + ", dx", some.dx, all.dx, image_shape(p)));
-      if (wanted.dweight) EXPECT_TRUE(same_bits(name + ", dweight", some.dweight, all.dweight, flat(all.dweight)));
+      if (wanted.dweight)
+        EXPECT_TRUE(same_bits(name + ", dweight", some.dweight, all.dweight, flat(all.dweight)));
       if (wanted.dbias) EXPECT_TRUE(same_bits(name + ", dbias", some.dbias, all.dbias, flat(all.dbias)));
     }
     if (HasFailure()) return;

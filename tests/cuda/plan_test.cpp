@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Plans without a GPU: legal on every described device for every named case, every part of the work done once.
+// Plans without a GPU: legal on every described device for every named case, every part of the work done
+// once.
 #include "cuda/plan.h"
 
 #include <gtest/gtest.h>
@@ -16,7 +17,8 @@ namespace {
 
 using namespace cuda;
 
-DeviceInfo device(const char* name, int major, int sms, std::size_t shared_per_sm, std::size_t shared_per_block) {
+DeviceInfo device(const char* name, int major, int sms, std::size_t shared_per_sm,
+                  std::size_t shared_per_block) {
   return {name, major, 0, sms, 2048, 65536, shared_per_sm, shared_per_block, std::size_t{50} << 20};
 }
 
@@ -40,7 +42,8 @@ std::vector<Problem> problems() {
 TEST(CudaPlan, IsLegalForEveryCaseOnEveryDevice) {
   for (const Problem& p : problems())
     for (const DeviceInfo& d : kDevices)
-      for (const Plan& plan : legal_plans(p, d)) EXPECT_NO_THROW(require_legal(plan, d)) << describe(p) << plan;
+      for (const Plan& plan : legal_plans(p, d))
+        EXPECT_NO_THROW(require_legal(plan, d)) << describe(p) << plan;
 }
 
 TEST(CudaPlan, IsDeterministicAndPrintable) {
@@ -71,7 +74,8 @@ TEST(CudaPlan, ChannelsOfAVectorStayTogetherInTheNamedCases) {
 void expect_contiguous_units_cover(const Problem& p, const Plan& plan) {
   const Dimensions d = dimensions_of(p);
   ASSERT_EQ(plan.runs.warps % plan.runs.runs_per_unit, 0);
-  EXPECT_GE(plan.statistics.blocks * (plan.runs.warps / plan.runs.runs_per_unit), contiguous_units(d)) << describe(p);
+  EXPECT_GE(plan.statistics.blocks * (plan.runs.warps / plan.runs.runs_per_unit), contiguous_units(d))
+      << describe(p);
   EXPECT_GE(plan.runs.runs_per_unit * plan.runs.leaves_per_run * kContiguousLeaf,
             d.tree.unit_channels == 1 ? d.tree.unit_positions : d.tree.unit_channels * d.S)
       << describe(p);
@@ -106,7 +110,8 @@ void expect_slabs_cover(const Problem& p, const Columns& columns, const Launch& 
   EXPECT_EQ(launch.blocks, d.N * d.tree.spatial_units * columns.slabs);
   EXPECT_GE(columns.columns * columns.width, columns.slab) << describe(p);
   EXPECT_EQ(columns.lanes & (columns.lanes - 1), 0);
-  EXPECT_GE(columns.rounds * columns.lanes * d.tree.leaf_positions, std::min(d.tree.unit_positions, d.S)) << describe(p);
+  EXPECT_GE(columns.rounds * columns.lanes * d.tree.leaf_positions, std::min(d.tree.unit_positions, d.S))
+      << describe(p);
   if (columns.rounds > 1) EXPECT_GT(std::int64_t{1} << columns.levels, columns.rounds);
   std::int64_t next = 0;
   for (std::int64_t s = 0; s < columns.slabs; ++s) {
@@ -131,7 +136,8 @@ void expect_sweep_covers(const Problem& p, const Sweep& sweep, const Launch& lau
     return;
   }
   EXPECT_GE(sweep.slabs * sweep.columns * sweep.width, p.channels) << describe(p);
-  EXPECT_EQ(launch.blocks, p.samples * sweep.slabs * divide_up(p.positions, sweep.lanes * sweep.rows)) << describe(p);
+  EXPECT_EQ(launch.blocks, p.samples * sweep.slabs * divide_up(p.positions, sweep.lanes * sweep.rows))
+      << describe(p);
 }
 
 TEST(CudaPlan, CoversEveryUnitOnce) {
@@ -163,7 +169,8 @@ TEST(CudaPlan, HugeVolumesFitSharedMemory) {
       p.positions = std::int64_t{1} << 29;
       p.layout = Layout::channels_last;
       p.x = p.y = dtype;
-      for (const DeviceInfo& d : kDevices) EXPECT_NO_THROW(require_legal(choose_plan(p, d), d)) << describe(p);
+      for (const DeviceInfo& d : kDevices)
+        EXPECT_NO_THROW(require_legal(choose_plan(p, d), d)) << describe(p);
     }
 }
 

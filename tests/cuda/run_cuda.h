@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs the CUDA entries on test data, on a GPU or emulated. Device arrays have exactly their size and hold rubbish; one can
-// be put at an offset, so that no access wider than an element is aligned.
+// Runs the CUDA entries on test data, on a GPU or emulated. Device arrays have exactly their size and hold
+// rubbish; one can be put at an offset, so that no access wider than an element is aligned.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -76,7 +76,9 @@ struct DeviceInputs {
         bias(in.bias, shift * size_of(in.bias.dtype)) {}
 };
 
-inline std::size_t bytes_of(DType dtype, std::int64_t count) { return static_cast<std::size_t>(count) * size_of(dtype); }
+inline std::size_t bytes_of(DType dtype, std::int64_t count) {
+  return static_cast<std::size_t>(count) * size_of(dtype);
+}
 
 struct DeviceForward {
   DeviceArray y, statistics, workspace;
@@ -86,7 +88,11 @@ struct DeviceForward {
       : y(bytes_of(p.y, p.elements()), shift * size_of(p.y)),
         statistics(static_cast<std::size_t>(3 * p.samples * p.groups) * sizeof(float)),
         workspace(cuda::forward_workspace(p)) {
-    arguments = {in.x.get(), in.weight.get_or_null(), in.bias.get_or_null(), y.get(), static_cast<float*>(statistics.get()),
+    arguments = {in.x.get(),
+                 in.weight.get_or_null(),
+                 in.bias.get_or_null(),
+                 y.get(),
+                 static_cast<float*>(statistics.get()),
                  workspace.get()};
   }
   Forward read(const Problem& p) const {
@@ -100,8 +106,8 @@ struct DeviceBackward {
   DeviceArray statistics, dx, dweight, dbias, workspace;
   cuda::BackwardArguments arguments;
 
-  DeviceBackward(const Problem& p, const DeviceInputs& in, const std::vector<float>& saved, const Wanted& wanted = {},
-                 std::size_t shift = 0)
+  DeviceBackward(const Problem& p, const DeviceInputs& in, const std::vector<float>& saved,
+                 const Wanted& wanted = {}, std::size_t shift = 0)
       : statistics(saved.size() * sizeof(float)),
         dx(wanted.dx ? bytes_of(p.x, p.elements()) : 0, shift * size_of(p.x)),
         dweight(wanted.dweight ? bytes_of(p.weight.dtype, parameter_count(p, p.weight)) : 0),

@@ -104,8 +104,8 @@ TEST_F(CudaStreams, MoreThanTwoToThe31ElementsAreRightOnBothSamples) {
       alone.arguments.x = static_cast<const unsigned char*>(in.x.get()) + n * half;
       cuda::forward(one, alone.arguments, nullptr);
       const Forward f = alone.read(one);
-      EXPECT_TRUE(same_bits(describe(p) + ", sample " + std::to_string(n), f.y.data(), all.y.bytes.data() + n * half, 2,
-                            image_shape(one)));
+      EXPECT_TRUE(same_bits(describe(p) + ", sample " + std::to_string(n), f.y.data(),
+                            all.y.bytes.data() + n * half, 2, image_shape(one)));
     }
   }
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Fibers for the threads of a block, and the few calls of the CUDA runtime that the library and its tests make.
+// Fibers for the threads of a block, and the few calls of the CUDA runtime that the library and its tests
+// make.
 #include "cuda/device.cuh"
 
 #include <ucontext.h>
@@ -63,7 +64,8 @@ bool resolve_shuffles(int threads) {
     if (waiting < lanes) continue;
     for (int l = 0; l < lanes; ++l) {
       Fiber& f = *fibers[static_cast<std::size_t>(first + l)];
-      if (f.step != fibers[static_cast<std::size_t>(first)]->step) fail("the lanes of a warp meet at different shuffles");
+      if (f.step != fibers[static_cast<std::size_t>(first)]->step)
+        fail("the lanes of a warp meet at different shuffles");
       const int from = l + f.step < lanes ? l + f.step : l;
       f.result = fibers[static_cast<std::size_t>(first + from)]->value;
     }
@@ -145,7 +147,8 @@ void run(const Launch& shape, const std::function<void()>& kernel) {
 namespace steadynorm::cuda {
 
 void require_aligned(const void* p, int bytes) {
-  if (reinterpret_cast<std::uintptr_t>(p) % static_cast<unsigned>(bytes) != 0) emulation::fail("a misaligned access");
+  if (reinterpret_cast<std::uintptr_t>(p) % static_cast<unsigned>(bytes) != 0)
+    emulation::fail("a misaligned access");
 }
 
 }  // namespace steadynorm::cuda
@@ -169,19 +172,38 @@ cudaError_t CUDARTAPI cudaMemcpy(void* to, const void* from, std::size_t bytes, 
   if (bytes != 0) std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
-cudaError_t CUDARTAPI cudaMemset(void* p, int value, std::size_t bytes) { return std::memset(p, value, bytes), cudaSuccess; }
+cudaError_t CUDARTAPI cudaMemset(void* p, int value, std::size_t bytes) {
+  return std::memset(p, value, bytes), cudaSuccess;
+}
 
 cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   switch (attribute) {
-    case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
-    case cudaDevAttrComputeCapabilityMinor: *value = 0; break;
-    case cudaDevAttrMultiProcessorCount: *value = 132; break;
-    case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; break;
-    case cudaDevAttrMaxRegistersPerMultiprocessor: *value = 65536; break;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = 233472; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = 232448; break;
-    case cudaDevAttrL2CacheSize: *value = 62914560; break;
-    default: return cudaErrorInvalidValue;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = 9;
+      break;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = 0;
+      break;
+    case cudaDevAttrMultiProcessorCount:
+      *value = 132;
+      break;
+    case cudaDevAttrMaxThreadsPerMultiProcessor:
+      *value = 2048;
+      break;
+    case cudaDevAttrMaxRegistersPerMultiprocessor:
+      *value = 65536;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+      *value = 233472;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = 232448;
+      break;
+    case cudaDevAttrL2CacheSize:
+      *value = 62914560;
+      break;
+    default:
+      return cudaErrorInvalidValue;
   }
   return cudaSuccess;
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// In the place of src/cuda/device.cuh: the same words, said to the host. Kernels run one block at a time, each thread a
-// fiber, so that barriers and shuffles meet as on a GPU; a barrier that not all reach is an error here. Timing, caches and
-// memory ordering are not emulated.
+// In the place of src/cuda/device.cuh: the same words, said to the host. Kernels run one block at a time,
+// each thread a fiber, so that barriers and shuffles meet as on a GPU; a barrier that not all reach is an
+// error here. Timing, caches and memory ordering are not emulated.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -33,7 +33,7 @@ struct Index {
 extern Index thread, block, block_size, grid_size;
 extern unsigned char* dynamic_memory;
 
-void barrier();                                // __syncthreads
+void barrier();                               // __syncthreads
 double shuffle_down(double value, int step);  // of the whole warp
 void run(const Launch&, const std::function<void()>& kernel);
 
@@ -51,7 +51,8 @@ inline void wait_for_previous() {}
 inline void release_next() {}
 
 template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), const Launch& shape, const Queue&, const Arguments&... arguments) {
+cudaError_t launch(void (*kernel)(Parameters...), const Launch& shape, const Queue&,
+                   const Arguments&... arguments) {
   emulation::run(shape, [&] { kernel(Parameters(arguments)...); });
   return cudaSuccess;
 }
