@@ -12,12 +12,24 @@ namespace {
 
 constexpr int kGradientRows = 4;  // rows of x and dy that a thread of the dx sweep holds at a time
 
+// Blocks on an SM that the sums kernel is compiled for: two, of 128 registers a thread, where that does not
+// spill. One block has 32 KB of x and dy in flight, 48 KB or more where one of them is fp32. Not yet
+// measured.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000  // fp32 operations in pairs take more registers
+template <class T, class U>
+constexpr int kSumBlocks = 1;
+#else
+template <class T, class U>
+constexpr int kSumBlocks = sizeof(T) + sizeof(U) == 4 ? 2 : 1;
+#endif
+
 // The sums of a leaf of `rows` positions for each of a thread's channels: micro-batches merged in order.
 template <class T, class U, Activation A>
-__device__ __forceinline__ void channels_last_leaf_sums(ChannelSums (&leaf)[kBackwardWidth], const T* x, const U* dy,
-                                                        std::int64_t pitch, int rows, int channels,
-                                                        const Coefficients (&c)[kBackwardWidth], bool aligned_x,
-                                                        bool aligned_dy, std::uint64_t policy) {
+__device__ __forceinline__ void channels_last_leaf_sums(ChannelSums (&leaf)[kBackwardWidth], const T* x,
+                                                        const U* dy, std::int64_t pitch, int rows,
+                                                        int channels, const Coefficients (&c)[kBackwardWidth],
+                                                        bool aligned_x, bool aligned_dy,
+                                                        std::uint64_t policy) {
   constexpr int W = kBackwardWidth;
 #pragma unroll 1
   for (int first = 0; first < rows; first += kMicroBatchRows) {
@@ -40,7 +52,7 @@ __device__ __forceinline__ void channels_last_leaf_sums(ChannelSums (&leaf)[kBac
 
 // Shared memory: nodes[lanes][slab], then the binary counter over rounds, levels[][slab].
 template <class T, class U, Activation A>
-__global__ void __launch_bounds__(kColumnThreads, sizeof(T) + sizeof(U) == 8 ? 1 : 2)  // fp32: 64 KB in flight by one block
+__global__ void __launch_bounds__(kColumnThreads, kSumBlocks<T, U>)
     sums_channels_last(const BackwardCall call, const Columns p, const Hint hint) {
   constexpr int W = kBackwardWidth;
   ChannelSums* const nodes = shared_memory<ChannelSums>();
@@ -53,7 +65,8 @@ __global__ void __launch_bounds__(kColumnThreads, sizeof(T) + sizeof(U) == 8 ? 1
   const int channels = static_cast<int>(place.channel_end - place.channel_begin);
   const std::int64_t C = call.d.C, begin = tree.unit_begin(place.unit);
   // Inside a unit positions fit an int: a unit is at most S / 256 positions.
-  const int leaf_positions = static_cast<int>(tree.leaf_positions), round_positions = p.lanes * leaf_positions;
+  const int leaf_positions = static_cast<int>(tree.leaf_positions),
+            round_positions = p.lanes * leaf_positions;
   const int length = static_cast<int>(tree.unit_end(place.unit) - begin);
   const int threads = p.columns * p.lanes;
   const int thread = static_cast<int>(threadIdx.y) * p.columns + static_cast<int>(threadIdx.x);
@@ -74,13 +87,14 @@ __global__ void __launch_bounds__(kColumnThreads, sizeof(T) + sizeof(U) == 8 ? 1
     if (own > 0)
       channels_last_leaf_sums<T, U, A>(leaf, static_cast<const T*>(call.x) + offset + leaf_begin * C,
                                        static_cast<const U*>(call.dy) + offset + leaf_begin * C, C,
-                                       present(leaf_begin, leaf_begin + leaf_positions, length), own, c, aligned_x,
-                                       aligned_dy, policy);
+                                       present(leaf_begin, leaf_begin + leaf_positions, length), own, c,
+                                       aligned_x, aligned_dy, policy);
     if (round > 0) __syncthreads();  // the counter has read nodes[0]
 #pragma unroll
     for (int j = 0; j < W; ++j) nodes[threadIdx.y * slab + j * p.columns + threadIdx.x] = leaf[j];
 
-    const int there = (present(round_begin, round_begin + round_positions, length) + leaf_positions - 1) / leaf_positions;
+    const int there =
+        (present(round_begin, round_begin + round_positions, length) + leaf_positions - 1) / leaf_positions;
     for (int step = 1; step < p.lanes; step *= 2) {
       __syncthreads();
       const int work = p.lanes / (2 * step) * slab;
@@ -92,11 +106,13 @@ __global__ void __launch_bounds__(kColumnThreads, sizeof(T) + sizeof(U) == 8 ? 1
     }
     __syncthreads();
     if (p.levels > 0)
-      for (int column = thread; column < slab; column += threads) push_node(levels + column, slab, round, nodes[column]);
+      for (int column = thread; column < slab; column += threads)
+        push_node(levels + column, slab, round, nodes[column]);
   }
 
   if (p.levels > 0) {  // each thread reads the columns that it has pushed, and no one else's
-    for (int column = thread; column < slab; column += threads) nodes[column] = root_of_nodes(levels + column, slab, round);
+    for (int column = thread; column < slab; column += threads)
+      nodes[column] = root_of_nodes(levels + column, slab, round);
     __syncthreads();
   }
   for (int i = thread; i < channels; i += threads) {
@@ -107,9 +123,9 @@ __global__ void __launch_bounds__(kColumnThreads, sizeof(T) + sizeof(U) == 8 ? 1
 }
 
 template <class T, class U, Activation A>
-__global__ void __launch_bounds__(kColumnThreads, 2) input_gradient_channels_last(const BackwardCall call,
-                                                                                  const Sweep sweep, const bool vectors,
-                                                                                  const Hint store_hint) {
+__global__ void __launch_bounds__(kColumnThreads, 2)
+    input_gradient_channels_last(const BackwardCall call, const Sweep sweep, const bool vectors,
+                                 const Hint store_hint) {
   constexpr int W = kBackwardWidth;
   const SweepPlace at = sweep_place(call.d, sweep, W);
   if (at.channels <= 0) {
@@ -118,7 +134,8 @@ __global__ void __launch_bounds__(kColumnThreads, 2) input_gradient_channels_las
     return;
   }
   const bool whole = vectors && at.channels >= W;
-  const bool aligned_x = whole && is_aligned(call.x, kAlignment<T, W>), aligned_dx = whole && is_aligned(call.dx, kAlignment<T, W>);
+  const bool aligned_x = whole && is_aligned(call.x, kAlignment<T, W>),
+             aligned_dx = whole && is_aligned(call.dx, kAlignment<T, W>);
   const bool aligned_dy = whole && is_aligned(call.dy, kAlignment<U, W>);
   const std::uint64_t load_policy = make_policy(Hint::normal), store_policy = make_policy(store_hint);
   const std::int64_t pitch = call.d.C * sweep.lanes;
@@ -135,8 +152,10 @@ __global__ void __launch_bounds__(kColumnThreads, 2) input_gradient_channels_las
   for (int first = 0; first < at.rows; first += kGradientRows) {
     Packed<T, W> raw_x[kGradientRows];
     Packed<U, W> raw_dy[kGradientRows];
-    load_rows<T, W, kGradientRows>(raw_x, x + first * pitch, pitch, at.rows - first, at.channels, aligned_x, load_policy);
-    load_rows<U, W, kGradientRows>(raw_dy, dy + first * pitch, pitch, at.rows - first, at.channels, aligned_dy, load_policy);
+    load_rows<T, W, kGradientRows>(raw_x, x + first * pitch, pitch, at.rows - first, at.channels, aligned_x,
+                                   load_policy);
+    load_rows<U, W, kGradientRows>(raw_dy, dy + first * pitch, pitch, at.rows - first, at.channels,
+                                   aligned_dy, load_policy);
 #pragma unroll
     for (int v = 0; v < kGradientRows; ++v) {
       if (first + v >= at.rows) break;
@@ -146,7 +165,8 @@ __global__ void __launch_bounds__(kColumnThreads, 2) input_gradient_channels_las
         const Gradient g = backward_value<A>(raw_x[v][j], raw_dy[v][j], c[j]);
         dx[j] = input_gradient(c[j].weight, g.dz, g.normalized, means[j], c[j].statistics.rstd);
       }
-      store(static_cast<T*>(call.dx) + at.offset + (first + v) * pitch, dx, aligned_dx, at.channels, store_policy);
+      store(static_cast<T*>(call.dx) + at.offset + (first + v) * pitch, dx, aligned_dx, at.channels,
+            store_policy);
     }
   }
 }
@@ -172,7 +192,8 @@ cudaError_t input_gradient_channels_last_of(const BackwardCall& call, const Plan
       using T = typename decltype(x_type)::type;
       using U = typename decltype(y_type)::type;
       const bool vectors = call.d.C % kBackwardWidth == 0;
-      return launch(input_gradient_channels_last<T, U, A>, plan.input, queue, call, plan.gradient, vectors, Hint::normal);
+      return launch(input_gradient_channels_last<T, U, A>, plan.input, queue, call, plan.gradient, vectors,
+                    Hint::normal);
     });
   });
 }

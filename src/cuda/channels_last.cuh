@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The channels_last layout: how a thread reads its channels along the volume, and where a block of a sweep lies.
+// The channels_last layout: how a thread reads its channels along the volume, and where a block of a sweep
+// lies.
 #pragma once
 
 #include "cuda/coefficients.cuh"
@@ -7,15 +8,15 @@
 
 namespace steadynorm::cuda {
 
-constexpr int kSweepRows = 4;        // rows that a thread of a sweep loads before it uses the first
+constexpr int kSweepRows = 4;  // rows that a thread of a sweep loads before it uses the first
 
 // kCount rows of a thread's channels; +0 for the rows beyond `rows`.
 template <class T, int W, int kCount>
-__device__ __forceinline__ void load_rows(Packed<T, W> (&raw)[kCount], const T* x, std::int64_t pitch, int rows,
-                                          int channels, bool aligned, std::uint64_t policy) {
+__device__ __forceinline__ void load_rows(Packed<T, W> (&raw)[kCount], const T* x, std::int64_t pitch,
+                                          int rows, int channels, bool aligned, std::uint64_t policy) {
   if (aligned && rows >= kCount) {
 #pragma unroll
-    for (int v = 0; v < kCount; ++v) raw[v] = load<T, W>(x + v * pitch, policy);
+    for (int v = 0; v < kCount; ++v, x += pitch) raw[v] = load<T, W>(x, policy);
   } else {
 #pragma unroll
     for (int v = 0; v < kCount; ++v) {
@@ -41,7 +42,8 @@ __device__ __forceinline__ ChannelPlace channel_place(const Dimensions& d, std::
           static_cast<int>(d.tree.channel_end(unit) - begin)};
 }
 
-// A block of a sweep is columns x lanes threads on columns x (lanes * rows) vectors; a thread's rows lie `lanes` apart.
+// A block of a sweep is columns x lanes threads on columns x (lanes * rows) vectors; a thread's rows lie
+// `lanes` apart.
 struct SweepPlace {
   std::int64_t n, channel, offset;  // offset: the first element of the thread
   int channels, rows;               // of the thread; not positive outside

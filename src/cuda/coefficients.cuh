@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The coefficients that every kernel makes of weight, bias and statistics, and what it does with them to one element.
+// The coefficients that every kernel makes of weight, bias and statistics, and what it does with them to one
+// element.
 #pragma once
 
 #include "core/formulas.h"
@@ -8,7 +9,8 @@
 
 namespace steadynorm::cuda {
 
-__device__ __forceinline__ float load_parameter(const ParameterView& p, std::int64_t n, std::int64_t c, float missing) {
+__device__ __forceinline__ float load_parameter(const ParameterView& p, std::int64_t n, std::int64_t c,
+                                                float missing) {
   if (p.data == nullptr) return missing;
   const std::int64_t i = n * p.sample_stride + c;
   if (p.dtype == DType::float32) return static_cast<const float*>(p.data)[i];
@@ -42,10 +44,12 @@ __device__ __forceinline__ Coefficients load_coefficients(const Call& call, std:
   return r;
 }
 
-// Of W channels in a row. A thread of a channels_last kernel keeps them over all its rows. `each(j, group)` may load more.
+// Of W channels in a row. A thread of a channels_last kernel keeps them over all its rows. `each(j, group)`
+// may load more.
 template <int W, class Each>
-__device__ __forceinline__ void load_coefficients(const Call& call, std::int64_t n, std::int64_t c, std::int64_t c_end,
-                                                  Coefficients (&r)[W], const Each& each) {
+__device__ __forceinline__ void load_coefficients(const Call& call, std::int64_t n, std::int64_t c,
+                                                  std::int64_t c_end, Coefficients (&r)[W],
+                                                  const Each& each) {
   const Split first = split(c, call.d.D);
   std::int64_t group = n * call.d.G + first.quotient, rest = call.d.D - first.remainder;
 #pragma unroll

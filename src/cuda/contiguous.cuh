@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The contiguous layout: how a lane reads its values of a leaf, and how a flat tile meets the channels it crosses.
+// The contiguous layout: how a lane reads its values of a leaf, and how a flat tile meets the channels it
+// crosses.
 #pragma once
 
 #include "cuda/coefficients.cuh"
@@ -7,11 +8,10 @@
 
 namespace steadynorm::cuda {
 
-
 // The values (v, 0..7) of this lane in rows first..first + kCount - 1 of a leaf; +0 beyond its length.
 template <class T, int kCount>
-__device__ __forceinline__ void load_leaf_rows(Packed<T, kLaneWidth> (&raw)[kCount], const T* leaf, int first, int length,
-                                               int lane, bool aligned, std::uint64_t policy) {
+__device__ __forceinline__ void load_leaf_rows(Packed<T, kLaneWidth> (&raw)[kCount], const T* leaf, int first,
+                                               int length, int lane, bool aligned, std::uint64_t policy) {
   const T* p = leaf + kLeafRow * first + kLaneWidth * lane;
   if (aligned && length >= kLeafRow * (first + kCount)) {
 #pragma unroll
@@ -37,11 +37,13 @@ __device__ __forceinline__ Node contiguous_leaf(const T* leaf, int length, int l
   const auto x = [&](int v, int j) { return raw[v][j]; };
   const auto stored = [&](int v, int j) { return to_fp32(leaf[kLeafRow * v + kLaneWidth * lane + j]); };
   if (length == kRows * kLeafRow) {
-    const Node node = micro_batch<kRows, kLaneWidth, true>(x, stored, [](int, int) { return true; }, kRows * kLaneWidth);
+    const Node node = micro_batch<kRows, kLaneWidth, true>(
+        x, stored, [](int, int) { return true; }, kRows * kLaneWidth);
     return warp_tree(node, kRows * kLaneWidth);
   }
   const int count = lane_count(length, lane);
-  const int rest = length - kLaneWidth * lane;  // an element is there when its offset in the lane's rows is below this
+  const int rest =
+      length - kLaneWidth * lane;  // an element is there when its offset in the lane's rows is below this
   const auto there = [&](int v, int j) { return kLeafRow * v + j < rest; };
   Moments moments{};
   if (count != 0) moments = with_count(micro_batch<kRows, kLaneWidth, false>(x, stored, there, count), count);

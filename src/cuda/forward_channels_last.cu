@@ -9,18 +9,20 @@ namespace {
 
 // Moments of a leaf of `rows` positions for each of a thread's channels: micro-batches merged in order.
 template <class T, int W>
-__device__ __forceinline__ void channels_last_leaf(Node (&leaf)[W], const T* x, std::int64_t pitch, int rows, int channels,
-                                                   bool aligned, std::uint64_t policy) {
+__device__ __forceinline__ void channels_last_leaf(Node (&leaf)[W], const T* x, std::int64_t pitch, int rows,
+                                                   int channels, bool aligned, std::uint64_t policy) {
   Packed<T, W> raw[kMicroBatchRows];
   int first = 0;
   for (; first + kMicroBatchRows <= rows; first += kMicroBatchRows) {
-    load_rows<T, W, kMicroBatchRows>(raw, x + first * pitch, pitch, kMicroBatchRows, channels, aligned, policy);
+    load_rows<T, W, kMicroBatchRows>(raw, x + first * pitch, pitch, kMicroBatchRows, channels, aligned,
+                                     policy);
     const double before = first;
 #pragma unroll
     for (int j = 0; j < W; ++j) {
-      const Node node = micro_batch<kMicroBatchRows, 1, true>([&](int v, int) { return raw[v][j]; },
-                                                              [&](int v, int) { return to_fp32(x[(first + v) * pitch + j]); },
-                                                              [](int, int) { return true; }, kMicroBatchRows);
+      const Node node = micro_batch<kMicroBatchRows, 1, true>(
+          [&](int v, int) { return raw[v][j]; },
+          [&](int v, int) { return to_fp32(x[(first + v) * pitch + j]); }, [](int, int) { return true; },
+          kMicroBatchRows);
       leaf[j] = without_count(merge(with_count(leaf[j], before), with_count(node, kMicroBatchRows)));
     }
   }
@@ -30,35 +32,37 @@ __device__ __forceinline__ void channels_last_leaf(Node (&leaf)[W], const T* x, 
   const double before = first;
 #pragma unroll
   for (int j = 0; j < W; ++j) {
-    const Node node = micro_batch<kMicroBatchRows, 1, false>([&](int v, int) { return raw[v][j]; },
-                                                             [&](int v, int) { return to_fp32(x[(first + v) * pitch + j]); },
-                                                             [&](int v, int) { return v < count; }, count);
+    const Node node = micro_batch<kMicroBatchRows, 1, false>(
+        [&](int v, int) { return raw[v][j]; },
+        [&](int v, int) { return to_fp32(x[(first + v) * pitch + j]); },
+        [&](int v, int) { return v < count; }, count);
     leaf[j] = without_count(merge(with_count(leaf[j], before), with_count(node, count)));
   }
 }
 
 // Shared memory: nodes[lanes][slab], then the binary counter over rounds, levels[][slab].
-template <class T>
+template <class T, int W>
 __global__ void __launch_bounds__(kColumnThreads, 2)
     statistics_channels_last(const ForwardCall call, const Columns p, const Hint hint) {
-  constexpr int W = 16 / sizeof(T);
   Node* const nodes = shared_memory<Node>();
   release_next();
   wait_for_previous();
   const std::uint64_t policy = make_policy(hint);
   const Tree& tree = call.d.tree;
   const SlabUnit place = slab_unit(call.d, p, blockIdx.x);
-  const int slab = p.columns * W;                                                    // places in shared memory
-  const int channels = static_cast<int>(place.channel_end - place.channel_begin);   // of which these are used
+  const int slab = p.columns * W;                                                  // places in shared memory
+  const int channels = static_cast<int>(place.channel_end - place.channel_begin);  // of which these are used
   const std::int64_t C = call.d.C, begin = tree.unit_begin(place.unit);
   // Inside a unit positions fit an int: a unit is at most S / 256 positions.
-  const int leaf_positions = static_cast<int>(tree.leaf_positions), round_positions = p.lanes * leaf_positions;
+  const int leaf_positions = static_cast<int>(tree.leaf_positions),
+            round_positions = p.lanes * leaf_positions;
   const int length = static_cast<int>(tree.unit_end(place.unit) - begin);
   const int threads = p.columns * p.lanes;
   const int thread = static_cast<int>(threadIdx.y) * p.columns + static_cast<int>(threadIdx.x);
   const int own = channels - static_cast<int>(threadIdx.x) * W;  // channels of this thread, if positive
-  const bool aligned = p.vectors && own >= W && is_aligned(call.x, 16);
-  const T* x = static_cast<const T*>(call.x) + (place.n * call.d.S + begin) * C + place.channel_begin + threadIdx.x * W;
+  const bool aligned = p.vectors && own >= W && is_aligned(call.x, kAlignment<T, W>);
+  const T* x = static_cast<const T*>(call.x) + (place.n * call.d.S + begin) * C + place.channel_begin +
+               threadIdx.x * W;
   Node* levels = nodes + p.lanes * slab;
 
   int round = 0;
@@ -82,7 +86,8 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
         const int from = round_begin + left * leaf_positions, middle = from + step * leaf_positions;
         const double there = present(middle, middle + step * leaf_positions, length);
         const Moments a = with_count(nodes[left * slab + column], present(from, middle, length));
-        nodes[left * slab + column] = without_count(merge(a, with_count(nodes[right * slab + column], there)));
+        nodes[left * slab + column] =
+            without_count(merge(a, with_count(nodes[right * slab + column], there)));
       }
     }
     __syncthreads();
@@ -106,8 +111,9 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
       if (at.index % (2 * step) != 0 || at.index + step >= at.unit_channels) continue;
       const int rest = at.unit_channels - at.index - step;
       Node& left = nodes[column_of(p, c)];
-      left = without_count(merge(with_count(left, rows * step), with_count(nodes[column_of(p, c + step)],
-                                                                           rows * (rest < step ? rest : step))));
+      left =
+          without_count(merge(with_count(left, rows * step),
+                              with_count(nodes[column_of(p, c + step)], rows * (rest < step ? rest : step))));
     }
     __syncthreads();
   }
@@ -120,8 +126,9 @@ __global__ void __launch_bounds__(kColumnThreads, 2)
 }
 
 template <class T, Activation A>
-__global__ void __launch_bounds__(kColumnThreads, 2) apply_channels_last(const ForwardCall call, const Sweep sweep,
-                                                                         const bool vectors, const Hint store_hint) {
+__global__ void __launch_bounds__(kColumnThreads, 2)
+    apply_channels_last(const ForwardCall call, const Sweep sweep, const bool vectors,
+                        const Hint store_hint) {
   constexpr int W = 16 / sizeof(T);
   const SweepPlace at = sweep_place(call.d, sweep, W);
   if (at.channels <= 0) {
@@ -144,7 +151,8 @@ __global__ void __launch_bounds__(kColumnThreads, 2) apply_channels_last(const F
 
   for (int first = 0; first < at.rows; first += kSweepRows) {
     if (first > 0)
-      load_rows<T, W, kSweepRows>(raw, x + first * pitch, pitch, at.rows - first, at.channels, aligned, load_policy);
+      load_rows<T, W, kSweepRows>(raw, x + first * pitch, pitch, at.rows - first, at.channels, aligned,
+                                  load_policy);
 #pragma unroll
     for (int v = 0; v < kSweepRows; ++v) {
       if (first + v >= at.rows) break;
@@ -162,7 +170,11 @@ cudaError_t launch_statistics_channels_last(const ForwardCall& call, const Plan&
   const Hint hint = plan.sticky ? Hint::last : Hint::normal;
   return dispatch(call.x_type, [&](auto type) {
     using T = typename decltype(type)::type;
-    return launch(statistics_channels_last<T>, plan.statistics, queue, call, plan.columns, hint);
+    constexpr int kWidest = 16 / sizeof(T);
+    return plan.columns.width == 4
+               ? launch(statistics_channels_last<T, 4>, plan.statistics, queue, call, plan.columns, hint)
+               : launch(statistics_channels_last<T, kWidest>, plan.statistics, queue, call, plan.columns,
+                        hint);
   });
 }
 
@@ -171,7 +183,8 @@ cudaError_t launch_apply_channels_last(const ForwardCall& call, const Plan& plan
     return dispatch(call.activation, [&](auto activation) {
       using T = typename decltype(type)::type;
       const bool vectors = call.d.C % (16 / sizeof(T)) == 0;
-      return launch(apply_channels_last<T, activation()>, plan.write, queue, call, plan.apply, vectors, Hint::normal);
+      return launch(apply_channels_last<T, activation()>, plan.write, queue, call, plan.apply, vectors,
+                    Hint::normal);
     });
   });
 }

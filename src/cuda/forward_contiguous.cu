@@ -9,8 +9,8 @@ namespace {
 
 // Shared memory: a node per warp, then each warp's binary counter.
 template <class T, int kRows>
-__global__ void __launch_bounds__(kLeafWarps* kLanes, 2) statistics_contiguous(const ForwardCall call, const Runs runs,
-                                                                            const Hint hint) {
+__global__ void __launch_bounds__(kLeafWarps* kLanes, 2)
+    statistics_contiguous(const ForwardCall call, const Runs runs, const Hint hint) {
   Node* const nodes = shared_memory<Node>();
   release_next();
   wait_for_previous();
@@ -36,7 +36,8 @@ __global__ void __launch_bounds__(kLeafWarps* kLanes, 2) statistics_contiguous(c
       const int length = present(begin, begin + kContiguousLeaf, unit_length);
       if (length == 0) break;
       node = contiguous_leaf<T, kRows>(x + begin, length, lane, make_policy(hint));
-      if (runs.leaves_per_run > 1 && lane == 0) push_node(levels, 1, leaf, with_count(node, length), kContiguousLeaf);
+      if (runs.leaves_per_run > 1 && lane == 0)
+        push_node(levels, 1, leaf, with_count(node, length), kContiguousLeaf);
     }
     if (runs.leaves_per_run > 1 && lane == 0 && leaf > 0)
       node = without_count(root_of_nodes(levels, 1, leaf, kContiguousLeaf,
@@ -66,8 +67,8 @@ __global__ void __launch_bounds__(kLeafWarps* kLanes, 2) statistics_contiguous(c
 }
 
 template <class T, Activation A>
-__global__ void __launch_bounds__(kTileThreads) apply_contiguous(const ForwardCall call, const Sweep sweep,
-                                                                 const Hint store_hint) {
+__global__ void __launch_bounds__(kTileThreads)
+    apply_contiguous(const ForwardCall call, const Sweep sweep, const Hint store_hint) {
   constexpr int W = 16 / sizeof(T);
   constexpr int kTile = kTileThreads * kTileVectors * W;
   const std::int64_t total = call.d.N * call.d.C * call.d.S, S = call.d.S;
@@ -130,7 +131,8 @@ cudaError_t launch_statistics_contiguous(const ForwardCall& call, const Plan& pl
   return dispatch(call.x_type, [&](auto type) {
     using T = typename decltype(type)::type;
     return short_leaves ? launch(statistics_contiguous<T, 1>, plan.statistics, queue, call, plan.runs, hint)
-                        : launch(statistics_contiguous<T, kMicroBatchRows>, plan.statistics, queue, call, plan.runs, hint);
+                        : launch(statistics_contiguous<T, kMicroBatchRows>, plan.statistics, queue, call,
+                                 plan.runs, hint);
   });
 }
 

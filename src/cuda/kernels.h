@@ -4,6 +4,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <string>
+
 #include "core/formulas.h"
 #include "cuda/plan.h"
 #include "cuda/work.h"
@@ -74,6 +76,6 @@ template <Activation>
 cudaError_t input_gradient_channels_last_of(const BackwardCall&, const Plan&, const Queue&);
 
 // The compute capabilities that this library was built for.
-const char* built_architectures();
+std::string built_architectures();
 
 }  // namespace steadynorm::cuda

@@ -17,9 +17,10 @@ constexpr std::int64_t kGridLimit = 2147483647;
 // What a plan may choose; everything else follows.
 struct Choice {
   int warps = kLeafWarps;
-  int column_target = 32;     // column threads of a reduction
+  int column_target = 32;  // column threads of a reduction
   int column_threads = kColumnThreads;
-  int sweep_columns = 64;     // at most, of a sweep
+  int channels_of_thread = 8;  // channels_last statistics of a 16-bit type: 8 or 4
+  int sweep_columns = 64;      // at most, of a sweep
   int sweep_rows = 16;
   bool reverse = false;
 };
@@ -42,7 +43,8 @@ int power_of_two_until(std::int64_t n) {
 Runs make_runs(const Tree& tree, int warps) {
   Runs r;
   r.warps = warps;
-  const std::int64_t leaves = tree.positions >= kContiguousLeaf ? tree.unit_positions / tree.leaf_positions : 1;
+  const std::int64_t leaves =
+      tree.positions >= kContiguousLeaf ? tree.unit_positions / tree.leaf_positions : 1;
   r.runs_per_unit = static_cast<int>(std::min<std::int64_t>(warps, leaves));
   r.leaves_per_run = leaves / r.runs_per_unit;
   r.levels = levels_for(r.leaves_per_run);
@@ -50,7 +52,8 @@ Runs make_runs(const Tree& tree, int warps) {
 }
 
 Launch launch_of(const Runs& r, std::int64_t units) {
-  return {divide_up(units * r.runs_per_unit, r.warps), r.warps * kLanes, 1, r.warps * (1 + r.levels) * kNodeBytes};
+  return {divide_up(units * r.runs_per_unit, r.warps), r.warps * kLanes, 1,
+          r.warps * (1 + r.levels) * kNodeBytes};
 }
 
 // Slabs start at multiples of `quantum` channels: what must stay together.
@@ -84,25 +87,31 @@ Launch launch_of(const Columns& r, const Problem& p, const Tree& tree) {
 Columns choose_columns(const Problem& p, const DeviceInfo& device, const Choice& choice, bool whole_units) {
   const Tree tree = tree_of(p);
   const std::int64_t D = p.channels_per_group();
-  const int width = whole_units ? vector_width(p) : kBackwardWidth;
+  const int width = whole_units ? std::min(vector_width(p), choice.channels_of_thread) : kBackwardWidth;
   const bool split_groups = whole_units && tree.channel_units > 1;
   bool vectors = p.channels % width == 0 && !(split_groups && D % width != 0);
   std::int64_t quantum = whole_units ? D : width;
-  if (vectors && whole_units && !split_groups) quantum = std::min(p.channels, std::lcm(D, std::int64_t{width}));
-  if (!split_groups && quantum > 128 * width) {  // groups that straddle vectors and are wide: give up the vectors
+  if (vectors && whole_units && !split_groups)
+    quantum = std::min(p.channels, std::lcm(D, std::int64_t{width}));
+  if (!split_groups &&
+      quantum > 128 * width) {  // groups that straddle vectors and are wide: give up the vectors
     vectors = false;
     quantum = D;
   }
   int target = choice.column_target;
   Columns best = make_columns(p, tree, width, quantum, vectors, split_groups, target, choice.column_threads);
-  // Small problems: narrower slabs, down to 64 bytes, until there are two blocks for every SM. Not yet measured.
+  // Small problems: narrower slabs, down to 64 bytes, until there are two blocks for every SM. Not yet
+  // measured.
   while (target > 4 && launch_of(best, p, tree).blocks < 2 * device.sms) {
     target /= 2;
     best = make_columns(p, tree, width, quantum, vectors, split_groups, target, choice.column_threads);
   }
-  // A wide slab with a deep counter may not fit shared memory; fewer lanes only deepen it, so drop the vectors.
-  if (launch_of(best, p, tree).shared_bytes > static_cast<int>(device.shared_per_block_optin) && !split_groups)
-    best = make_columns(p, tree, width, whole_units ? D : width, vectors && !whole_units, false, 1, choice.column_threads);
+  // A wide slab with a deep counter may not fit shared memory; fewer lanes only deepen it, so drop the
+  // vectors.
+  if (launch_of(best, p, tree).shared_bytes > static_cast<int>(device.shared_per_block_optin) &&
+      !split_groups)
+    best = make_columns(p, tree, width, whole_units ? D : width, vectors && !whole_units, false, 1,
+                        choice.column_threads);
   return best;
 }
 
@@ -117,7 +126,8 @@ Sweep choose_sweep(const Problem& p, const DeviceInfo& device, const Choice& cho
   r.lanes = static_cast<int>(std::clamp<std::int64_t>(kColumnThreads / r.columns, 1, p.positions));
   r.rows = choice.sweep_rows;
   // Fewer rows a thread until there are four blocks for every SM. Not yet measured.
-  while (r.rows > 4 && p.samples * r.slabs * divide_up(p.positions, r.lanes * r.rows) < 4 * device.sms) r.rows /= 2;
+  while (r.rows > 4 && p.samples * r.slabs * divide_up(p.positions, r.lanes * r.rows) < 4 * device.sms)
+    r.rows /= 2;
   return r;
 }
 
@@ -135,7 +145,8 @@ Plan make_plan(const Problem& p, const DeviceInfo& device, const Choice& choice)
   // H200, 2026-11-30: evict_last reads are 3 % faster from 64 MB on, and make no difference below 32 MB.
   plan.sticky = bytes_of_x(p) >= (std::int64_t{64} << 20);
   plan.apply = choose_sweep(p, device, choice, vector_width(p));
-  plan.gradient = choose_sweep(p, device, choice, p.layout == Layout::contiguous ? vector_width(p) : kBackwardWidth);
+  plan.gradient =
+      choose_sweep(p, device, choice, p.layout == Layout::contiguous ? vector_width(p) : kBackwardWidth);
   if (p.layout == Layout::contiguous) {
     plan.runs = plan.sum_runs = make_runs(tree, choice.warps);
     plan.statistics = launch_of(plan.runs, contiguous_units(d));
@@ -155,16 +166,21 @@ Plan make_plan(const Problem& p, const DeviceInfo& device, const Choice& choice)
 }
 
 std::ostream& operator<<(std::ostream& out, const Launch& l) {
-  return out << l.blocks << " x (" << l.threads_x << ", " << l.threads_y << "), " << l.shared_bytes << " B shared";
+  return out << l.blocks << " x (" << l.threads_x << ", " << l.threads_y << "), " << l.shared_bytes
+             << " B shared";
 }
 
 }  // namespace
 
 Tree tree_of(const Problem& p) { return make_tree(p.channels_per_group(), p.positions, p.layout); }
 
-std::int64_t padded_roots(const Tree& tree) { return tree.spatial_units * power_of_two_from(tree.channel_units); }
+std::int64_t padded_roots(const Tree& tree) {
+  return tree.spatial_units * power_of_two_from(tree.channel_units);
+}
 
-Plan choose_plan(const Problem& problem, const DeviceInfo& device) { return make_plan(problem, device, Choice{}); }
+Plan choose_plan(const Problem& problem, const DeviceInfo& device) {
+  return make_plan(problem, device, Choice{});
+}
 
 std::vector<Plan> legal_plans(const Problem& problem, const DeviceInfo& device) {
   std::vector<Plan> plans{choose_plan(problem, device)};
@@ -178,9 +194,14 @@ std::vector<Plan> legal_plans(const Problem& problem, const DeviceInfo& device) 
     if (std::find(plans.begin(), plans.end(), plan) == plans.end()) plans.push_back(plan);
   };
   for (const int warps : {1, 2, 4, 8}) add({.warps = warps});
+  add({.channels_of_thread = 4});
   for (const int target : {1, 8, 64})
     for (const int threads : {64, kColumnThreads})
-      add({.column_target = target, .column_threads = threads, .sweep_columns = 16, .sweep_rows = 4, .reverse = true});
+      add({.column_target = target,
+           .column_threads = threads,
+           .sweep_columns = 16,
+           .sweep_rows = 4,
+           .reverse = true});
   return plans;
 }
 
@@ -191,8 +212,9 @@ void require_legal(const Plan& plan, const DeviceInfo& device) {
                         std::to_string(l.blocks));
     if (l.threads() > 1024 || l.shared_bytes > static_cast<int>(device.shared_per_block_optin))
       throw Unsupported("group_norm: " + std::string(kernel) + " needs at most 1024 threads and " +
-                        std::to_string(device.shared_per_block_optin) + " bytes of shared memory on this device, got " +
-                        std::to_string(l.threads()) + " and " + std::to_string(l.shared_bytes));
+                        std::to_string(device.shared_per_block_optin) +
+                        " bytes of shared memory on this device, got " + std::to_string(l.threads()) +
+                        " and " + std::to_string(l.shared_bytes));
   };
   require("statistics", plan.statistics);
   require("apply", plan.write);
@@ -205,13 +227,15 @@ std::ostream& operator<<(std::ostream& out, const Plan& p) {
   if (p.columns.columns > 0)
     out << "channels_last: " << p.columns.columns << " columns of " << p.columns.width << " channels x "
         << p.columns.lanes << " lanes, " << p.columns.rounds << " rounds, slab " << p.columns.slab
-        << (p.columns.vectors ? "" : ", no vectors") << "; sums " << p.sum_columns.columns << " x " << p.sum_columns.lanes
-        << "; sweep " << p.apply.columns << " x " << p.apply.lanes << " x " << p.apply.rows << " rows";
+        << (p.columns.vectors ? "" : ", no vectors") << "; sums " << p.sum_columns.columns << " x "
+        << p.sum_columns.lanes << "; sweep " << p.apply.columns << " x " << p.apply.lanes << " x "
+        << p.apply.rows << " rows";
   else
-    out << "contiguous: " << p.runs.warps << " warps, " << p.runs.runs_per_unit << " runs of " << p.runs.leaves_per_run
-        << " leaves a unit";
-  return out << (p.sticky ? ", evict_last" : "") << (p.overlap ? ", overlapped" : "") << "\n  statistics " << p.statistics
-             << "\n  write " << p.write << "\n  sums " << p.sums << "\n  rows " << p.rows << "\n  input " << p.input << "\n";
+    out << "contiguous: " << p.runs.warps << " warps, " << p.runs.runs_per_unit << " runs of "
+        << p.runs.leaves_per_run << " leaves a unit";
+  return out << (p.sticky ? ", evict_last" : "") << (p.overlap ? ", overlapped" : "") << "\n  statistics "
+             << p.statistics << "\n  write " << p.write << "\n  sums " << p.sums << "\n  rows " << p.rows
+             << "\n  input " << p.input << "\n";
 }
 
 namespace {
@@ -224,7 +248,8 @@ ForwardWorkspace forward_layout(const Problem& p) {
   const Tree tree = tree_of(p);
   const std::int64_t groups = p.samples * p.groups;
   std::int64_t folded = 0;
-  for (std::int64_t items = padded_roots(tree); items > kFoldItems;) folded += items = divide_up(items, kFoldItems);
+  for (std::int64_t items = padded_roots(tree); items > kFoldItems;)
+    folded += items = divide_up(items, kFoldItems);
   ForwardWorkspace w{};
   w.roots = 0;
   w.folded = aligned(static_cast<std::size_t>(groups * tree.roots()) * kNodeBytes);

@@ -22,8 +22,7 @@ __device__ __forceinline__ Node warp_tree(Node node, double count) {
 __device__ __forceinline__ Moments warp_tree(Moments m, int width) {
   const int lane = threadIdx.x % kLanes;
   for (int step = 1; step < width; step *= 2) {
-    const Moments right{shuffle_down(m.count, step), shuffle_down(m.mean, step),
-                        shuffle_down(m.m2, step)};
+    const Moments right{shuffle_down(m.count, step), shuffle_down(m.mean, step), shuffle_down(m.m2, step)};
     if (lane % (2 * step) == 0) m = merge(m, right);
   }
   return m;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which part of a problem a block or a warp works on. Shared by the kernels and by the plan's test, which counts that
-// every part is covered once.
+// Which part of a problem a block or a warp works on. Shared by the kernels and by the plan's test, which
+// counts that every part is covered once.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +41,8 @@ STEADYNORM_HD int power_of_two_from(std::int64_t n) {
   return p;
 }
 
-// contiguous: unit `index` in memory order. begin is its first element, root its place among all groups' roots.
+// contiguous: unit `index` in memory order. begin is its first element, root its place among all groups'
+// roots.
 struct ContiguousUnit {
   std::int64_t begin, length, root;
 };
@@ -60,7 +61,9 @@ STEADYNORM_HD ContiguousUnit contiguous_unit(const Dimensions& d, std::int64_t i
 }
 
 // Backward sums, contiguous: one channel at a time. root = channel row * spatial units + spatial unit.
-STEADYNORM_HD std::int64_t contiguous_sum_units(const Dimensions& d) { return d.N * d.C * d.tree.spatial_units; }
+STEADYNORM_HD std::int64_t contiguous_sum_units(const Dimensions& d) {
+  return d.N * d.C * d.tree.spatial_units;
+}
 
 struct ChannelUnit {
   std::int64_t row, begin, length;  // row = n * C + c
@@ -77,7 +80,8 @@ struct SlabUnit {
   std::int64_t n, unit, channel_begin, channel_end;
 };
 
-// A slab is `slab` channels in a row, or, for the statistics of groups larger than a channel unit, one channel unit.
+// A slab is `slab` channels in a row, or, for the statistics of groups larger than a channel unit, one
+// channel unit.
 STEADYNORM_HD SlabUnit slab_unit(const Dimensions& d, const Columns& columns, std::int64_t index) {
   const Split slab = split(index, columns.slabs);
   const Split unit = split(slab.quotient, d.tree.spatial_units);
