@@ -24,6 +24,9 @@ function(steadynorm_target_properties target)
       $<$<COMPILE_LANGUAGE:CXX>:-ffile-prefix-map=${map}>
       $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-ffile-prefix-map=${map}>)
   endforeach()
+  # A kernel that spills registers is a bug: ptxas warns of it, and with warnings as errors the build stops.
+  target_compile_options(${target} PRIVATE
+    $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=--warn-on-spills,--warn-on-local-memory-usage>)
   if(PROJECT_IS_TOP_LEVEL)
     # nvcc's own generated host code does not survive -Wpedantic. GCC only guesses at maybe-uninitialized, and wrongly
     # for a buffer that one branch fills and the other does not return.
@@ -34,7 +37,7 @@ function(steadynorm_target_properties target)
   if(STEADYNORM_WARNINGS_AS_ERRORS)
     target_compile_options(${target} PRIVATE
       $<$<COMPILE_LANGUAGE:CXX>:-Werror>
-      $<$<COMPILE_LANGUAGE:CUDA>:-Werror=all-warnings>)
+      $<$<COMPILE_LANGUAGE:CUDA>:-Werror=all-warnings -Xptxas=--warning-as-error>)
   endif()
 endfunction()
 

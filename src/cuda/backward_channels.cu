@@ -8,8 +8,8 @@ namespace steadynorm::cuda {
 namespace {
 
 constexpr int kChannelThreads = 256;
-constexpr int kGradientChannels = 32;                                   // of a block that sums over samples
-constexpr int kGradientLanes = kChannelThreads / kGradientChannels;     // blocks of 32 samples at a time
+constexpr int kGradientChannels = 32;                                // of a block that sums over samples
+constexpr int kGradientLanes = kChannelThreads / kGradientChannels;  // blocks of 32 samples at a time
 
 // threads_x rows, threads_y lanes of kUnitsOfThread units each. unit_stride: between two units of a row.
 __global__ void __launch_bounds__(kRowThreads) rows_of_units(const BackwardCall call, const bool contiguous) {
@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(kRowThreads) rows_of_units(const BackwardCall 
   ChannelSums sums[kUnitsOfThread]{};
   if (row < rows) {
     const Split sample = split(row, call.d.by_C);
-    const std::int64_t begin = contiguous ? row * units : sample.quotient * units * call.d.C + sample.remainder;
+    const std::int64_t begin =
+        contiguous ? row * units : sample.quotient * units * call.d.C + sample.remainder;
 #pragma unroll
     for (int i = 0; i < kUnitsOfThread; ++i)
       if (i < there) {
@@ -67,7 +68,8 @@ __device__ void group_mean(const BackwardCall& call, std::int64_t block, int seg
     if (group < groups && d < D) {
       const Split sample = split(group, call.d.G);
       const float2 row = call.rows[group * D + d];
-      sums = weighted(load_parameter(call.weight, sample.quotient, sample.remainder * D + d, 1.0f), row.x, row.y);
+      sums = weighted(load_parameter(call.weight, sample.quotient, sample.remainder * D + d, 1.0f), row.x,
+                      row.y);
     }
     const int first_lane = place / kLanes * kLanes;
     const int lanes_there = there - first_lane < 0 ? 0 : there - first_lane;
@@ -104,7 +106,8 @@ __device__ __forceinline__ void store_parameter(void* to, DType dtype, std::int6
 // [C]: blocks of 32 samples, each from 0 in order; then the blocks in order.
 __device__ void sum_over_samples(const BackwardCall& call, std::int64_t block, bool weight, bool bias) {
   __shared__ ChannelSums blocks[kGradientLanes][kGradientChannels];
-  const int channel = static_cast<int>(threadIdx.x) % kGradientChannels, lane = static_cast<int>(threadIdx.x) / kGradientChannels;
+  const int channel = static_cast<int>(threadIdx.x) % kGradientChannels,
+            lane = static_cast<int>(threadIdx.x) / kGradientChannels;
   const std::int64_t c = block * kGradientChannels + channel, N = call.d.N, C = call.d.C;
   ChannelSums total{};
   for (std::int64_t first = 0; first < N; first += kGradientLanes * kSampleBlock) {
@@ -121,7 +124,8 @@ __device__ void sum_over_samples(const BackwardCall& call, std::int64_t block, b
     blocks[lane][channel] = sums;
     __syncthreads();
     if (lane == 0)
-      for (int i = 0; i < kGradientLanes && first + i * kSampleBlock < N; ++i) total = merge(total, blocks[i][channel]);
+      for (int i = 0; i < kGradientLanes && first + i * kSampleBlock < N; ++i)
+        total = merge(total, blocks[i][channel]);
   }
   if (lane != 0 || c >= C) return;
   if (weight) store_parameter(call.dweight, call.weight.dtype, c, static_cast<float>(total.dz_normalized));
@@ -131,12 +135,13 @@ __device__ void sum_over_samples(const BackwardCall& call, std::int64_t block, b
 // Which blocks do what; any of the three may be empty.
 struct Roles {
   std::int64_t means, sums;
-  int segment;                     // threads of a group
-  bool weight_rows, bias_rows;     // [N, C]: the rows are the gradient
-  bool weight_sums, bias_sums;     // [C]
+  int segment;                  // threads of a group
+  bool weight_rows, bias_rows;  // [N, C]: the rows are the gradient
+  bool weight_sums, bias_sums;  // [C]
 };
 
-__global__ void __launch_bounds__(kChannelThreads) means_and_parameters(const BackwardCall call, const Roles roles) {
+__global__ void __launch_bounds__(kChannelThreads)
+    means_and_parameters(const BackwardCall call, const Roles roles) {
   release_next();
   wait_for_previous();
   std::int64_t block = blockIdx.x;
@@ -159,7 +164,8 @@ cudaError_t launch_rows(const BackwardCall& call, const Plan& plan, Layout layou
 
 cudaError_t launch_means_and_parameters(const BackwardCall& call, const Queue& queue) {
   Roles roles{};
-  const bool per_sample_weight = call.weight.sample_stride != 0, per_sample_bias = call.bias.sample_stride != 0;
+  const bool per_sample_weight = call.weight.sample_stride != 0,
+             per_sample_bias = call.bias.sample_stride != 0;
   roles.weight_rows = call.dweight != nullptr && per_sample_weight;
   roles.weight_sums = call.dweight != nullptr && !per_sample_weight;
   roles.bias_rows = call.dbias != nullptr && per_sample_bias;

@@ -12,10 +12,10 @@ namespace {
 
 // The sums of a leaf of `rows` positions for each of a thread's channels: micro-batches merged in order.
 template <class T, class U, Activation A>
-__device__ __forceinline__ void channels_last_leaf_sums(ChannelSums (&leaf)[kColumnWidth], const T* x, const U* dy,
-                                                        std::int64_t pitch, int rows, int channels,
-                                                        Coefficients (&c)[kColumnWidth], bool aligned,
-                                                        std::uint64_t policy) {
+__device__ __forceinline__ void channels_last_leaf_sums(ChannelSums (&leaf)[kColumnWidth], const T* x,
+                                                        const U* dy, std::int64_t pitch, int rows,
+                                                        int channels, Coefficients (&c)[kColumnWidth],
+                                                        bool aligned, std::uint64_t policy) {
   constexpr int W = kColumnWidth;
   // The first is not added to zeros: it may be -0.
   const auto sum = [](const ChannelSums& before, int first, const Pair& sums) {
@@ -26,7 +26,8 @@ __device__ __forceinline__ void channels_last_leaf_sums(ChannelSums (&leaf)[kCol
   if (aligned) {
 #pragma unroll 1
     for (; first + kMicroBatchRows <= rows; first += kMicroBatchRows) {
-      // Half a micro-batch at a time: the tree adds the halves last, and a whole one would take more registers.
+      // Half a micro-batch at a time: the tree adds the halves last, and a whole one would take more
+      // registers.
       constexpr int kHalf = kMicroBatchRows / 2;
       Pair sums[W];
 #pragma unroll
@@ -50,7 +51,8 @@ __device__ __forceinline__ void channels_last_leaf_sums(ChannelSums (&leaf)[kCol
   }
   // What is ragged or misaligned: a channel at a time.
 #pragma unroll 1
-  for (; first < rows; first += kMicroBatchRows, x += kMicroBatchRows * pitch, dy += kMicroBatchRows * pitch) {
+  for (; first < rows;
+       first += kMicroBatchRows, x += kMicroBatchRows * pitch, dy += kMicroBatchRows * pitch) {
     const int count = rows - first;
 #pragma unroll 1
     for (int j = 0; j < W; ++j) {
@@ -111,8 +113,8 @@ __global__ void __launch_bounds__(sums_bound(A, sizeof(T) + sizeof(U)))
       p, shared_memory<ChannelSums>(), leaf_positions, length, at, own > 0 && at.lane < p.lanes,
       [&](int leaf_begin, int rows, ChannelSums(&leaf)[W]) {
         channels_last_leaf_sums<T, U, A>(leaf, static_cast<const T*>(call.x) + offset + leaf_begin * C,
-                                         static_cast<const U*>(call.dy) + offset + leaf_begin * C, C, rows, own, c,
-                                         aligned, policy);
+                                         static_cast<const U*>(call.dy) + offset + leaf_begin * C, C, rows,
+                                         own, c, aligned, policy);
       },
       [&](int channel, const ChannelSums& sums) {
         if (channel < channels)
@@ -121,10 +123,11 @@ __global__ void __launch_bounds__(sums_bound(A, sizeof(T) + sizeof(U)))
 }
 
 template <Activation A, class T, class U>
-__device__ __forceinline__ void write_gradient_row(T* dx, const Packed<T, kColumnWidth>& x, const Packed<U, kColumnWidth>& dy,
+__device__ __forceinline__ void write_gradient_row(T* dx, const Packed<T, kColumnWidth>& x,
+                                                   const Packed<U, kColumnWidth>& dy,
                                                    const Coefficients (&c)[kColumnWidth],
-                                                   const GroupMeans (&means)[kColumnWidth], int channels, bool aligned,
-                                                   std::uint64_t policy) {
+                                                   const GroupMeans (&means)[kColumnWidth], int channels,
+                                                   bool aligned, std::uint64_t policy) {
   float values[kColumnWidth];
 #pragma unroll
   for (int j = 0; j < kColumnWidth; ++j) {
@@ -136,7 +139,8 @@ __device__ __forceinline__ void write_gradient_row(T* dx, const Packed<T, kColum
 
 template <class T, class U, Activation A>
 __global__ void __launch_bounds__(kColumnThreads, sizeof(T) + sizeof(U) == 4 ? 3 : 2)
-    input_gradient_channels_last(const BackwardCall call, const Sweep sweep, const bool vectors, const Hint store_hint) {
+    input_gradient_channels_last(const BackwardCall call, const Sweep sweep, const bool vectors,
+                                 const Hint store_hint) {
   constexpr int W = kColumnWidth;
   BackwardCoefficients* const shared = shared_memory<BackwardCoefficients>();
   const SweepPlace at = sweep_place(call.d, sweep);
@@ -181,7 +185,8 @@ __global__ void __launch_bounds__(kColumnThreads, sizeof(T) + sizeof(U) == 4 ? 3
 #pragma unroll 1
   for (; rest > 0; --rest, x += pitch, dy += pitch, dx += pitch)
     write_gradient_row<A>(dx, load_row(x, at.channels, aligned, load_policy),
-                          load_row(dy, at.channels, aligned, load_policy), c, means, at.channels, aligned, store_policy);
+                          load_row(dy, at.channels, aligned, load_policy), c, means, at.channels, aligned,
+                          store_policy);
 }
 
 }  // namespace
@@ -205,7 +210,8 @@ cudaError_t input_gradient_channels_last_of(const BackwardCall& call, const Plan
       using T = typename decltype(x_type)::type;
       using U = typename decltype(y_type)::type;
       const bool vectors = call.d.C % kColumnWidth == 0;
-      return launch(input_gradient_channels_last<T, U, A>, plan.input, queue, call, plan.gradient, vectors, Hint::normal);
+      return launch(input_gradient_channels_last<T, U, A>, plan.input, queue, call, plan.gradient, vectors,
+                    Hint::normal);
     });
   });
 }

@@ -4,6 +4,7 @@
 namespace steadynorm::cuda {
 
 template cudaError_t sums_channels_last_of<Activation::none>(const BackwardCall&, const Plan&, const Queue&);
-template cudaError_t input_gradient_channels_last_of<Activation::none>(const BackwardCall&, const Plan&, const Queue&);
+template cudaError_t input_gradient_channels_last_of<Activation::none>(const BackwardCall&, const Plan&,
+                                                                       const Queue&);
 
 }  // namespace steadynorm::cuda

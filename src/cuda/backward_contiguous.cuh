@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward, contiguous: a warp per leaf for the channels' sums; a flat element-wise sweep for dx. One source file per
-// activation instantiates these, so that they compile side by side.
+// Backward, contiguous: a warp per leaf for the channels' sums; a flat element-wise sweep for dx. One source
+// file per activation instantiates these, so that they compile side by side.
 #pragma once
 
 #include "core/dispatch.h"
@@ -14,10 +14,11 @@ constexpr int kHalf = 4;  // rows of x and dy that a lane holds at a time
 
 // The sums of one lane's micro-batch in a leaf of `length` values of one channel.
 template <class T, class U, Activation A, int kRows, bool kFull>
-__device__ __forceinline__ Pair lane_sums(const T* x, const U* dy, int length, int lane, const Coefficients& c,
-                                          std::uint64_t policy) {
+__device__ __forceinline__ Pair lane_sums(const T* x, const U* dy, int length, int lane,
+                                          const Coefficients& c, std::uint64_t policy) {
   constexpr int kCount = kRows < kHalf ? kRows : kHalf;
-  const bool aligned_x = is_aligned(x, kAlignment<T, kLaneWidth>), aligned_dy = is_aligned(dy, kAlignment<U, kLaneWidth>);
+  const bool aligned_x = is_aligned(x, kAlignment<T, kLaneWidth>),
+             aligned_dy = is_aligned(dy, kAlignment<U, kLaneWidth>);
   Pair columns[kLaneWidth];
 #pragma unroll
   for (int first = 0; first < kRows; first += kCount) {
@@ -35,29 +36,32 @@ __device__ __forceinline__ Pair lane_sums(const T* x, const U* dy, int length, i
       columns[j] = first == 0 ? part : columns[j] + part;
     }
   }
-  return tree_sum<kLaneWidth>([&](int j) { return kRows == kMicroBatchRows ? columns[j] : plus_missing(columns[j]); });
+  return tree_sum<kLaneWidth>(
+      [&](int j) { return kRows == kMicroBatchRows ? columns[j] : plus_missing(columns[j]); });
 }
 
 template <class T, class U, Activation A, int kRows>
 __device__ __forceinline__ ChannelSums contiguous_leaf_sums(const T* x, const U* dy, int length, int lane,
                                                             const Coefficients& c, std::uint64_t policy) {
-  const Pair sums = length == kRows * kLeafRow ? lane_sums<T, U, A, kRows, true>(x, dy, length, lane, c, policy)
-                                               : lane_sums<T, U, A, kRows, false>(x, dy, length, lane, c, policy);
+  const Pair sums = length == kRows * kLeafRow
+                        ? lane_sums<T, U, A, kRows, true>(x, dy, length, lane, c, policy)
+                        : lane_sums<T, U, A, kRows, false>(x, dy, length, lane, c, policy);
   const int lanes = length >= kLeafRow ? kLanes : (length + kLaneWidth - 1) / kLaneWidth;
   return warp_tree(ChannelSums{sums.first, sums.second}, kLanes, lanes);
 }
 
 // Shared memory: the sums of each warp, then each warp's binary counter.
 template <class T, class U, Activation A, int kRows>
-__global__ void __launch_bounds__(kLeafWarps* kLanes, 2) sums_contiguous(const BackwardCall call, const Runs runs,
-                                                                         const Hint hint) {
+__global__ void __launch_bounds__(kLeafWarps* kLanes, 2)
+    sums_contiguous(const BackwardCall call, const Runs runs, const Hint hint) {
   ChannelSums* const nodes = shared_memory<ChannelSums>();
   release_next();
   wait_for_previous();
   const std::uint64_t policy = make_policy(hint);
   const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const std::int64_t units = contiguous_sum_units(call.d);
-  const std::int64_t index = std::int64_t{blockIdx.x} * (runs.warps / runs.runs_per_unit) + warp / runs.runs_per_unit;
+  const std::int64_t index =
+      std::int64_t{blockIdx.x} * (runs.warps / runs.runs_per_unit) + warp / runs.runs_per_unit;
   // Inside a unit positions fit an int: a unit is at most S / 64 positions.
   const int run_length = static_cast<int>(runs.leaves_per_run) * kContiguousLeaf;
   const int run_begin = warp % runs.runs_per_unit * run_length;
@@ -102,10 +106,11 @@ __global__ void __launch_bounds__(kLeafWarps* kLanes, 2) sums_contiguous(const B
     call.partials[index] = float2{static_cast<float>(node.dz), static_cast<float>(node.dz_normalized)};
 }
 
-// Shared memory: mean_hi, mean_lo, scale, bias, then rstd, weight and the group's two means of each row of the tile.
+// Shared memory: mean_hi, mean_lo, scale, bias, then rstd, weight and the group's two means of each row of
+// the tile.
 template <class T, class U, Activation A>
-__global__ void __launch_bounds__(kTileThreads, 3) input_gradient_tiles(const BackwardCall call, const Tiles tiles,
-                                                                        const Sweep sweep) {
+__global__ void __launch_bounds__(kTileThreads, 3)
+    input_gradient_tiles(const BackwardCall call, const Tiles tiles, const Sweep sweep) {
   constexpr int W = 16 / sizeof(T);
   float4* const rows = shared_memory<float4>();
   const std::uint32_t thread = threadIdx.x;
@@ -154,14 +159,15 @@ __global__ void __launch_bounds__(kTileThreads, 3) input_gradient_tiles(const Ba
 
 // The same for any S and any address.
 template <class T, class U, Activation A>
-__global__ void __launch_bounds__(kTileThreads, 2) input_gradient_contiguous(const BackwardCall call, const Sweep sweep,
-                                                                          const Hint store_hint) {
+__global__ void __launch_bounds__(kTileThreads, 2)
+    input_gradient_contiguous(const BackwardCall call, const Sweep sweep, const Hint store_hint) {
   constexpr int W = 16 / sizeof(T);
   constexpr int kTile = kTileThreads * kTileVectors * W;
   const std::int64_t total = call.d.N * call.d.C * call.d.S, S = call.d.S;
   const std::int64_t tile = sweep.reverse ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const std::int64_t begin = tile * kTile;
-  const bool aligned = is_aligned(call.x, 16), aligned_dy = is_aligned(call.dy, 16), aligned_dx = is_aligned(call.dx, 16);
+  const bool aligned = is_aligned(call.x, 16), aligned_dy = is_aligned(call.dy, 16),
+             aligned_dx = is_aligned(call.dx, 16);
   const std::uint64_t load_policy = make_policy(Hint::normal), store_policy = make_policy(store_hint);
 
   Packed<T, W> raw_x[kTileVectors];
@@ -229,7 +235,8 @@ cudaError_t sums_contiguous_of(const BackwardCall& call, const Plan& plan, const
       using U = typename decltype(y_type)::type;
       return call.d.S <= kLeafRow
                  ? launch(sums_contiguous<T, U, A, 1>, plan.sums, queue, call, plan.sum_runs, hint)
-                 : launch(sums_contiguous<T, U, A, kMicroBatchRows>, plan.sums, queue, call, plan.sum_runs, hint);
+                 : launch(sums_contiguous<T, U, A, kMicroBatchRows>, plan.sums, queue, call, plan.sum_runs,
+                          hint);
     });
   });
 }
@@ -241,8 +248,10 @@ cudaError_t input_gradient_contiguous_of(const BackwardCall& call, const Plan& p
       using T = typename decltype(x_type)::type;
       using U = typename decltype(y_type)::type;
       constexpr int W = 16 / sizeof(T);
-      if (tiles_serve(call.d, W) && is_aligned(call.x, 16) && is_aligned(call.dy, 16) && is_aligned(call.dx, 16))
-        return launch(input_gradient_tiles<T, U, A>, plan.input, queue, call, make_tiles(call.d, W), plan.gradient);
+      if (tiles_serve(call.d, W) && is_aligned(call.x, 16) && is_aligned(call.dy, 16) &&
+          is_aligned(call.dx, 16))
+        return launch(input_gradient_tiles<T, U, A>, plan.input, queue, call, make_tiles(call.d, W),
+                      plan.gradient);
       return launch(input_gradient_contiguous<T, U, A>, plan.input, queue, call, plan.gradient, Hint::normal);
     });
   });

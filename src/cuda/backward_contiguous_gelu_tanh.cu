@@ -3,7 +3,9 @@
 
 namespace steadynorm::cuda {
 
-template cudaError_t sums_contiguous_of<Activation::gelu_tanh>(const BackwardCall&, const Plan&, const Queue&);
-template cudaError_t input_gradient_contiguous_of<Activation::gelu_tanh>(const BackwardCall&, const Plan&, const Queue&);
+template cudaError_t sums_contiguous_of<Activation::gelu_tanh>(const BackwardCall&, const Plan&,
+                                                               const Queue&);
+template cudaError_t input_gradient_contiguous_of<Activation::gelu_tanh>(const BackwardCall&, const Plan&,
+                                                                         const Queue&);
 
 }  // namespace steadynorm::cuda

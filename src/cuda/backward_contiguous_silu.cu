@@ -4,6 +4,7 @@
 namespace steadynorm::cuda {
 
 template cudaError_t sums_contiguous_of<Activation::silu>(const BackwardCall&, const Plan&, const Queue&);
-template cudaError_t input_gradient_contiguous_of<Activation::silu>(const BackwardCall&, const Plan&, const Queue&);
+template cudaError_t input_gradient_contiguous_of<Activation::silu>(const BackwardCall&, const Plan&,
+                                                                    const Queue&);
 
 }  // namespace steadynorm::cuda

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The channels_last layout: how a thread reads its channels along the volume, and where a block of a sweep lies.
+// The channels_last layout: how a thread reads its channels along the volume, and where a block of a sweep
+// lies.
 #pragma once
 
 #include "cuda/coefficients.cuh"
@@ -7,19 +8,23 @@
 
 namespace steadynorm::cuda {
 
-constexpr int kSweepRows = 4;         // rows that a thread of a sweep loads before it uses the first
-constexpr int kReductionBound = 640;  // more threads than a block has: room for 96 registers, five blocks of 128 on an SM
+constexpr int kSweepRows = 4;  // rows that a thread of a sweep loads before it uses the first
+constexpr int kReductionBound =
+    640;  // more threads than a block has: room for 96 registers, five blocks of 128 on an SM
 
-__device__ __forceinline__ void push(Node* levels, int stride, int index, const Node& node, int count, int full) {
+__device__ __forceinline__ void push(Node* levels, int stride, int index, const Node& node, int count,
+                                     int full) {
   push_node(levels, stride, index, with_count(node, count), static_cast<double>(full));
 }
 
-__device__ __forceinline__ void push(ChannelSums* levels, int stride, int index, const ChannelSums& sums, int, int) {
+__device__ __forceinline__ void push(ChannelSums* levels, int stride, int index, const ChannelSums& sums, int,
+                                     int) {
   push_node(levels, stride, index, sums);
 }
 
 __device__ __forceinline__ Node root(const Node* levels, int stride, int count, int full, int total) {
-  return without_count(root_of_nodes(levels, stride, count, static_cast<double>(full), static_cast<double>(total)));
+  return without_count(
+      root_of_nodes(levels, stride, count, static_cast<double>(full), static_cast<double>(total)));
 }
 
 __device__ __forceinline__ ChannelSums root(const ChannelSums* levels, int stride, int count, int, int) {
@@ -28,21 +33,24 @@ __device__ __forceinline__ ChannelSums root(const ChannelSums* levels, int strid
 
 // kCount whole rows of a thread's channels, aligned.
 template <class T, int kCount>
-__device__ __forceinline__ void load_rows(Packed<T, kColumnWidth> (&raw)[kCount], const T* x, std::int64_t pitch,
-                                          std::uint64_t policy) {
+__device__ __forceinline__ void load_rows(Packed<T, kColumnWidth> (&raw)[kCount], const T* x,
+                                          std::int64_t pitch, std::uint64_t policy) {
 #pragma unroll
   for (int v = 0; v < kCount; ++v, x += pitch) raw[v] = load<T, kColumnWidth>(x, policy);
 }
 
-// What is ragged or misaligned: a micro-batch of one channel, or one row of a thread's. +0 for what is not there.
+// What is ragged or misaligned: a micro-batch of one channel, or one row of a thread's. +0 for what is not
+// there.
 template <class T>
-__device__ __forceinline__ void load_column(float (&values)[kMicroBatchRows], const T* x, std::int64_t pitch, int rows) {
+__device__ __forceinline__ void load_column(float (&values)[kMicroBatchRows], const T* x, std::int64_t pitch,
+                                            int rows) {
 #pragma unroll
   for (int v = 0; v < kMicroBatchRows; ++v, x += pitch) values[v] = v < rows ? to_fp32(*x) : 0.0f;
 }
 
-// Moves every item to the place in front, and `last` behind all. So a loop over the channels of a thread that is not
-// unrolled works on item 0, and what it needs is needed once: unrolled, it would take more registers than the aligned path.
+// Moves every item to the place in front, and `last` behind all. So a loop over the channels of a thread that
+// is not unrolled works on item 0, and what it needs is needed once: unrolled, it would take more registers
+// than the aligned path.
 template <class Item>
 __device__ __forceinline__ void rotate(Item (&items)[kColumnWidth], const Item& last) {
 #pragma unroll
@@ -51,12 +59,13 @@ __device__ __forceinline__ void rotate(Item (&items)[kColumnWidth], const Item& 
 }
 
 template <class T>
-__device__ __forceinline__ Packed<T, kColumnWidth> load_row(const T* x, int channels, bool aligned, std::uint64_t policy) {
+__device__ __forceinline__ Packed<T, kColumnWidth> load_row(const T* x, int channels, bool aligned,
+                                                            std::uint64_t policy) {
   return aligned ? load<T, kColumnWidth>(x, policy) : load_some<T, kColumnWidth>(x, channels);
 }
 
-// A thread of a block that reduces: the column of its channels and the lane of its leaves. Threads that only fill the last
-// warp have a lane beyond all.
+// A thread of a block that reduces: the column of its channels and the lane of its leaves. Threads that only
+// fill the last warp have a lane beyond all.
 struct ColumnPlace {
   int column, lane;
 };
@@ -66,15 +75,17 @@ __device__ __forceinline__ ColumnPlace column_place(const Columns& p) {
   return {static_cast<int>(threadIdx.x) - lane * p.columns, lane};
 }
 
-// The tree over the leaves of one round, a channel at a time: four lanes by a thread, and those by neighbouring threads.
-// `begin` is where the round begins in the unit. done(channel, node) is called by one thread of each channel's.
+// The tree over the leaves of one round, a channel at a time: four lanes by a thread, and those by
+// neighbouring threads. `begin` is where the round begins in the unit. done(channel, node) is called by one
+// thread of each channel's.
 template <bool kFull, class N, class Done>
-__device__ __forceinline__ void merge_lanes(const Columns& p, const N* nodes, int begin, int leaf_positions, int length,
-                                            const Done& done) {
+__device__ __forceinline__ void merge_lanes(const Columns& p, const N* nodes, int begin, int leaf_positions,
+                                            int length, const Done& done) {
   const int slab = p.columns * kColumnWidth;
   const int run = p.lanes < 4 ? p.lanes : 4, runs = p.lanes / run;  // powers of two; runs is at most a warp
   const int shift = count_bits(static_cast<unsigned>(runs) - 1u), work = slab * runs;
-  for (int first = 0; first < work; first += static_cast<int>(blockDim.x)) {  // the whole block goes through it
+  for (int first = 0; first < work;
+       first += static_cast<int>(blockDim.x)) {  // the whole block goes through it
     const int i = first + static_cast<int>(threadIdx.x);
     const int channel = i >> shift, part = i & (runs - 1);
     const int from = begin + part * run * leaf_positions;
@@ -88,23 +99,27 @@ __device__ __forceinline__ void merge_lanes(const Columns& p, const N* nodes, in
       node = lane[0];
       if (run > 1) node = merge_positions<kFull>(node, lane[slab], positions(0, 1), positions(1, 1));
       if (run > 2) {
-        const N right = merge_positions<kFull>(lane[2 * slab], lane[3 * slab], positions(2, 1), positions(3, 1));
+        const N right =
+            merge_positions<kFull>(lane[2 * slab], lane[3 * slab], positions(2, 1), positions(3, 1));
         node = merge_positions<kFull>(node, right, positions(0, 2), positions(2, 2));
       }
     }
     for (int step = 1; step < runs; step *= 2) {  // only the lanes that a later step uses matter
       const int leaves = step * run;
-      node = merge_positions<kFull>(node, shuffle_down(node, step), positions(0, leaves), positions(leaves, leaves));
+      node = merge_positions<kFull>(node, shuffle_down(node, step), positions(0, leaves),
+                                    positions(leaves, leaves));
     }
     if (i < work && part == 0) done(channel, node);
   }
 }
 
-// The nodes of a unit's channels. leaf(begin, rows, nodes) fills the nodes of a thread's channels, and done(channel, node)
-// gets each channel's root. `shared`: one or two rounds' nodes, then the counters over rounds.
+// The nodes of a unit's channels. leaf(begin, rows, nodes) fills the nodes of a thread's channels, and
+// done(channel, node) gets each channel's root. `shared`: one or two rounds' nodes, then the counters over
+// rounds.
 template <class N, class Leaf, class Done>
 __device__ __forceinline__ void reduce_leaves(const Columns& p, N* shared, int leaf_positions, int length,
-                                              const ColumnPlace& at, bool active, const Leaf& leaf, const Done& done) {
+                                              const ColumnPlace& at, bool active, const Leaf& leaf,
+                                              const Done& done) {
   const int slab = p.columns * kColumnWidth, round_positions = p.lanes * leaf_positions;
   N* const levels = shared + (p.rounds > 1 ? 2 : 1) * p.lanes * slab;
   int round = 0;
@@ -147,23 +162,26 @@ struct alignas(16) BackwardCoefficients {
   GroupMeans means;
 };
 
-// f(place, channel, group) for each of `columns` x 4 channels from `begin` on, by the threads of the block; its place is
-// where the thread of that column looks for it: column + columns * (0 .. 3).
+// f(place, channel, group) for each of `columns` x 4 channels from `begin` on, by the threads of the block;
+// its place is where the thread of that column looks for it: column + columns * (0 .. 3).
 template <class F>
-__device__ __forceinline__ void for_channels_of_block(const Dimensions& d, std::int64_t n, std::int64_t begin, int columns,
-                                                      const F& f) {
+__device__ __forceinline__ void for_channels_of_block(const Dimensions& d, std::int64_t n, std::int64_t begin,
+                                                      int columns, const F& f) {
   const int threads = static_cast<int>(blockDim.x * blockDim.y);
-  for (int i = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x); i < columns * kColumnWidth; i += threads)
+  for (int i = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x); i < columns * kColumnWidth;
+       i += threads)
     if (begin + i < d.C)
       f(i % kColumnWidth * columns + i / kColumnWidth, begin + i, n * d.G + quotient(begin + i, d.D));
 }
 
-__device__ __forceinline__ void load_backward(const BackwardCall& call, std::int64_t n, std::int64_t begin, int columns,
-                                              BackwardCoefficients* shared, bool means) {
+__device__ __forceinline__ void load_backward(const BackwardCall& call, std::int64_t n, std::int64_t begin,
+                                              int columns, BackwardCoefficients* shared, bool means) {
   for_channels_of_block(call.d, n, begin, columns, [&](int place, std::int64_t channel, std::int64_t group) {
     const Statistics s = load_statistics(call, group);
-    const float bias = load_parameter(call.bias, n, channel, 0.0f), weight = load_parameter(call.weight, n, channel, 1.0f);
-    shared[place] = {s.mean_hi, s.mean_lo, s.rstd, bias, weight, means ? load_means(call, group) : GroupMeans{0.0f, 0.0f}};
+    const float bias = load_parameter(call.bias, n, channel, 0.0f),
+                weight = load_parameter(call.weight, n, channel, 1.0f);
+    shared[place] = {s.mean_hi, s.mean_lo, s.rstd,
+                     bias,      weight,    means ? load_means(call, group) : GroupMeans{0.0f, 0.0f}};
   });
 }
 
@@ -182,10 +200,11 @@ __device__ __forceinline__ void with_type(void* p, DType dtype, const F& f) {
     f(static_cast<float*>(p));
 }
 
-// A block of a sweep is columns x lanes threads on columns x (lanes * rows) vectors; a thread's rows lie `lanes` apart.
+// A block of a sweep is columns x lanes threads on columns x (lanes * rows) vectors; a thread's rows lie
+// `lanes` apart.
 struct SweepPlace {
   std::int64_t n, block_channel, channel, offset;  // offset: the first element of the thread
-  int channels, rows;               // of the thread; not positive outside
+  int channels, rows;                              // of the thread; not positive outside
 };
 
 __device__ __forceinline__ SweepPlace sweep_place(const Dimensions& d, const Sweep& sweep) {

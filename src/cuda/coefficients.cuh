@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The coefficients that every kernel makes of weight, bias and statistics, and what it does with them to one element.
+// The coefficients that every kernel makes of weight, bias and statistics, and what it does with them to one
+// element.
 #pragma once
 
 #include "core/formulas.h"
@@ -8,7 +9,8 @@
 
 namespace steadynorm::cuda {
 
-__device__ __forceinline__ float load_parameter(const ParameterView& p, std::int64_t n, std::int64_t c, float missing) {
+__device__ __forceinline__ float load_parameter(const ParameterView& p, std::int64_t n, std::int64_t c,
+                                                float missing) {
   if (p.data == nullptr) return missing;
   const std::int64_t i = n * p.sample_stride + c;
   if (p.dtype == DType::float32) return static_cast<const float*>(p.data)[i];
@@ -21,7 +23,8 @@ __device__ __forceinline__ Statistics load_statistics(const Call& call, std::int
   return {call.statistics[group], call.statistics[plane + group], call.statistics[2 * plane + group]};
 }
 
-__device__ __forceinline__ void store_statistics(const ForwardCall& call, std::int64_t group, const Statistics& s) {
+__device__ __forceinline__ void store_statistics(const ForwardCall& call, std::int64_t group,
+                                                 const Statistics& s) {
   const std::int64_t plane = call.d.N * call.d.G;
   call.statistics_out[group] = s.mean_hi;
   call.statistics_out[plane + group] = s.mean_lo;
@@ -39,8 +42,8 @@ struct Coefficients {
   float weight, scale, bias;  // scale = weight * rstd
 };
 
-__device__ __forceinline__ Coefficients load_coefficients(const Call& call, const Statistics& statistics, std::int64_t n,
-                                                          std::int64_t c) {
+__device__ __forceinline__ Coefficients load_coefficients(const Call& call, const Statistics& statistics,
+                                                          std::int64_t n, std::int64_t c) {
   Coefficients r;
   r.statistics = statistics;
   r.weight = load_parameter(call.weight, n, c, 1.0f);
@@ -54,10 +57,12 @@ __device__ __forceinline__ Coefficients load_coefficients(const Call& call, std:
   return load_coefficients(call, load_statistics(call, group), n, c);
 }
 
-// Of W channels in a row. A thread of a channels_last kernel keeps them over all its rows. `each(j, group)` may load more.
+// Of W channels in a row. A thread of a channels_last kernel keeps them over all its rows. `each(j, group)`
+// may load more.
 template <int W, class Each>
-__device__ __forceinline__ void load_coefficients(const Call& call, std::int64_t n, std::int64_t c, std::int64_t c_end,
-                                                  Coefficients (&r)[W], const Each& each) {
+__device__ __forceinline__ void load_coefficients(const Call& call, std::int64_t n, std::int64_t c,
+                                                  std::int64_t c_end, Coefficients (&r)[W],
+                                                  const Each& each) {
   const Split first = split(c, call.d.D);
   std::int64_t group = n * call.d.G + first.quotient, rest = call.d.D - first.remainder;
 #pragma unroll

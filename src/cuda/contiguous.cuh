@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The contiguous layout: how a lane reads its values of a leaf, and how a flat tile meets the channels it crosses.
+// The contiguous layout: how a lane reads its values of a leaf, and how a flat tile meets the channels it
+// crosses.
 #pragma once
 
 #include "cuda/coefficients.cuh"
@@ -9,8 +10,8 @@ namespace steadynorm::cuda {
 
 // The values (v, 0..7) of this lane in rows first..first + kCount - 1 of a leaf; +0 beyond its length.
 template <class T, int kCount>
-__device__ __forceinline__ void load_leaf_rows(Packed<T, kLaneWidth> (&raw)[kCount], const T* leaf, int first, int length,
-                                               int lane, bool aligned, std::uint64_t policy) {
+__device__ __forceinline__ void load_leaf_rows(Packed<T, kLaneWidth> (&raw)[kCount], const T* leaf, int first,
+                                               int length, int lane, bool aligned, std::uint64_t policy) {
   const T* p = leaf + kLeafRow * first + kLaneWidth * lane;
   if (aligned && length >= kLeafRow * (first + kCount)) {
 #pragma unroll
@@ -27,8 +28,8 @@ __device__ __forceinline__ void load_leaf_rows(Packed<T, kLaneWidth> (&raw)[kCou
   }
 }
 
-// Moments of a leaf of `length` values by one warp; lane 0 gets them. The count is the length. Full leaves of eight rows
-// are better off in full_leaves().
+// Moments of a leaf of `length` values by one warp; lane 0 gets them. The count is the length. Full leaves of
+// eight rows are better off in full_leaves().
 template <class T, int kRows>
 __device__ __forceinline__ Node contiguous_leaf(const T* leaf, int length, int lane, std::uint64_t policy) {
   const bool aligned = is_aligned(leaf, kAlignment<T, kLaneWidth>);
@@ -39,11 +40,13 @@ __device__ __forceinline__ Node contiguous_leaf(const T* leaf, int length, int l
   if constexpr (kRows < kMicroBatchRows) {
     if (length == kRows * kLeafRow) {
       const auto all = [](int, int) { return true; };
-      return warp_tree(micro_batch<kRows, kLaneWidth, true>(x, stored, all, kRows * kLaneWidth), kRows * kLaneWidth);
+      return warp_tree(micro_batch<kRows, kLaneWidth, true>(x, stored, all, kRows * kLaneWidth),
+                       kRows * kLaneWidth);
     }
   }
   const int count = lane_count(length, lane);
-  const int rest = length - kLaneWidth * lane;  // an element is there when its offset in the lane's rows is below this
+  const int rest =
+      length - kLaneWidth * lane;  // an element is there when its offset in the lane's rows is below this
   const auto there = [&](int v, int j) { return kLeafRow * v + j < rest; };
   Moments moments{};
   if (count != 0)
@@ -52,11 +55,12 @@ __device__ __forceinline__ Node contiguous_leaf(const T* leaf, int length, int l
   return without_count(warp_tree(moments, kLanes));
 }
 
-// Moments of up to four full leaves in a row by one warp; lane 8 i gets those of leaf i. `exchange` is the warp's own
-// kFullLeaves * kNodesOfLeaf places: each lane gives its node of every leaf, and takes four nodes of one leaf, so that the
-// lanes merge four leaves' trees at a time.
+// Moments of up to four full leaves in a row by one warp; lane 8 i gets those of leaf i. `exchange` is the
+// warp's own kFullLeaves * kNodesOfLeaf places: each lane gives its node of every leaf, and takes four nodes
+// of one leaf, so that the lanes merge four leaves' trees at a time.
 template <class T>
-__device__ __forceinline__ Node full_leaves(const T* x, int leaves, int lane, std::uint64_t policy, Node* exchange) {
+__device__ __forceinline__ Node full_leaves(const T* x, int leaves, int lane, std::uint64_t policy,
+                                            Node* exchange) {
   constexpr int kOfMicroBatch = kMicroBatchRows * kLaneWidth;
   const bool aligned = is_aligned(x, kAlignment<T, kLaneWidth>);
 #pragma unroll 1
@@ -66,15 +70,17 @@ __device__ __forceinline__ Node full_leaves(const T* x, int leaves, int lane, st
     load_leaf_rows<T, kMicroBatchRows>(raw, leaf, 0, kContiguousLeaf, lane, aligned, policy);
     exchange[i * kNodesOfLeaf + lane + lane / 4] = micro_batch<kMicroBatchRows, kLaneWidth, true>(
         [&](int v, int j) { return raw[v][j]; },
-        [&](int v, int j) { return to_fp32(leaf[kLeafRow * v + kLaneWidth * lane + j]); }, [](int, int) { return true; },
-        kOfMicroBatch, [&] { unpack_again(raw); });
+        [&](int v, int j) { return to_fp32(leaf[kLeafRow * v + kLaneWidth * lane + j]); },
+        [](int, int) { return true; }, kOfMicroBatch, [&] { unpack_again(raw); });
   }
   warp_barrier();
-  const Node* own = exchange + lane / 8 * kNodesOfLeaf + lane % 8 * 5;  // 80 bytes apart: no two lanes meet in a bank
+  const Node* own =
+      exchange + lane / 8 * kNodesOfLeaf + lane % 8 * 5;  // 80 bytes apart: no two lanes meet in a bank
   const auto merged = [](const Node& a, const Node& b, double count) {
     return without_count(merge(with_count(a, count), with_count(b, count)));
   };
-  Node node = merged(merged(own[0], own[1], kOfMicroBatch), merged(own[2], own[3], kOfMicroBatch), 2 * kOfMicroBatch);
+  Node node =
+      merged(merged(own[0], own[1], kOfMicroBatch), merged(own[2], own[3], kOfMicroBatch), 2 * kOfMicroBatch);
   warp_barrier();
 #pragma unroll
   for (int step = 1; step < 8; step *= 2) {
@@ -111,8 +117,8 @@ __device__ __forceinline__ RowPlace row_place(const Dimensions& d, std::int64_t 
   return {sample.quotient, sample.remainder, split(row, d.by_D).quotient};  // C = G D
 }
 
-// Flat tiles of vectors none of which crosses a channel, as S is a multiple of their width. What a block needs of the rows
-// in its tile it puts into shared memory once.
+// Flat tiles of vectors none of which crosses a channel, as S is a multiple of their width. What a block
+// needs of the rows in its tile it puts into shared memory once.
 struct Tiles {
   std::uint32_t vectors;  // of the tensor
   Divisor row;            // the vectors of one
@@ -130,8 +136,8 @@ inline Tiles make_tiles(const Dimensions& d, int width) {
 }
 
 struct Tile {
-  std::uint32_t begin, count;      // vectors
-  std::uint32_t first_row, skip;   // skip: vectors of the first row in front of the tile
+  std::uint32_t begin, count;     // vectors
+  std::uint32_t first_row, skip;  // skip: vectors of the first row in front of the tile
   std::uint32_t rows;
 
   // The row, from the first, of a vector of the tile.

@@ -29,10 +29,12 @@ void check(cudaError_t error, const char* what) {
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    throw Unsupported("group_norm: this build has code for compute capability " + std::string(built_architectures()) +
-                      ", got a device of " + std::to_string(major) + "." + std::to_string(minor));
+    throw Unsupported("group_norm: this build has code for compute capability " +
+                      std::string(built_architectures()) + ", got a device of " + std::to_string(major) +
+                      "." + std::to_string(minor));
   }
-  throw DeviceError(std::string("group_norm: ") + what + " failed with " + name + ": " + cudaGetErrorString(error), name);
+  throw DeviceError(
+      std::string("group_norm: ") + what + " failed with " + name + ": " + cudaGetErrorString(error), name);
 }
 
 DeviceInfo query(int device) {
@@ -75,7 +77,8 @@ T* at(void* workspace, std::size_t offset) {
   return reinterpret_cast<T*>(static_cast<char*>(workspace) + offset);
 }
 
-// Validates, and says where kernels go: the first waits for all that is on the stream, the next overlap the one in front.
+// Validates, and says where kernels go: the first waits for all that is on the stream, the next overlap the
+// one in front.
 struct Prepared {
   const Plan& plan;
   Queue first, next;
@@ -83,7 +86,8 @@ struct Prepared {
 
 Prepared prepare(const Plan& plan, Stream stream) {
   require_legal(plan, current_device());
-  return {plan, {static_cast<cudaStream_t>(stream), false}, {static_cast<cudaStream_t>(stream), plan.overlap}};
+  return {
+      plan, {static_cast<cudaStream_t>(stream), false}, {static_cast<cudaStream_t>(stream), plan.overlap}};
 }
 
 void require(const Problem& problem) {
@@ -109,12 +113,14 @@ void write(const ForwardCall& call, const Problem& problem, const Prepared& p) {
 }  // namespace
 
 // A device's facts never change, so they are read once.
-DeviceInfo current_device() {
+const DeviceInfo& current_device() {
   static std::array<std::unique_ptr<const DeviceInfo>, kMaxDevices> known;
   static std::mutex mutex;
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
-  if (device >= kMaxDevices) return query(device);
+  if (device >= kMaxDevices)
+    throw Unsupported("group_norm: at most " + std::to_string(kMaxDevices) + " devices, got device " +
+                      std::to_string(device));
   const std::lock_guard lock(mutex);
   auto& entry = known[static_cast<std::size_t>(device)];
   if (!entry) entry = std::make_unique<const DeviceInfo>(query(device));
@@ -165,7 +171,8 @@ void apply(const Problem& problem, const ForwardArguments& a, const double* mome
   ForwardCall call{};
   describe(call, problem, a.x, a.weight, a.bias);
   call.y = a.y;
-  float* statistics = a.statistics != nullptr ? a.statistics : at<float>(a.workspace, forward_layout(problem).statistics);
+  float* statistics =
+      a.statistics != nullptr ? a.statistics : at<float>(a.workspace, forward_layout(problem).statistics);
   call.statistics = statistics;
   check(launch_statistics_of_moments(call, moments, statistics, p.first), "the merging kernel");
   write(call, problem, p);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// All that is said to the device in its own words: instructions, shuffles, shared memory, launches. The tests put another
-// file of this name in front of it, and run the kernels without a GPU.
+// All that is said to the device in its own words: instructions, shuffles, shared memory, launches. The tests
+// put another file of this name in front of it, and run the kernels without a GPU.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -14,8 +14,9 @@
 namespace steadynorm::cuda {
 
 // ---- programmatic dependent launch ----
-// A kernel may start before the one in front of it has ended; what that one wrote is visible after wait_for_previous().
-// Every block of every kernel calls it, so the end of a kernel implies the end of all before it.
+// A kernel may start before the one in front of it has ended; what that one wrote is visible after
+// wait_for_previous(). Every block of every kernel calls it, so the end of a kernel implies the end of all
+// before it.
 
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
@@ -30,7 +31,8 @@ __device__ __forceinline__ void release_next() {
 }
 
 template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), const Launch& shape, const Queue& queue, const Arguments&... arguments) {
+cudaError_t launch(void (*kernel)(Parameters...), const Launch& shape, const Queue& queue,
+                   const Arguments&... arguments) {
   if (shape.blocks == 0) return cudaSuccess;
   if (shape.shared_bytes > 48 * 1024) {
     const cudaError_t error =
@@ -76,11 +78,14 @@ enum class Hint : int { normal, first, last };  // what L2 evicts first, or last
 
 // What createpolicy.fractional makes for all of an access; as constants they need no register of a thread.
 __device__ __forceinline__ std::uint64_t make_policy(Hint hint) {
-  return hint == Hint::last ? 0x14f0000000000000u : hint == Hint::first ? 0x12f0000000000000u : 0x16f0000000000000u;
+  return hint == Hint::last    ? 0x14f0000000000000u
+         : hint == Hint::first ? 0x12f0000000000000u
+                               : 0x16f0000000000000u;
 }
 
 // ---- aligned loads and stores of 4, 8, 16 or 32 bytes ----
-// L1 is bypassed, except where a lane's 32 bytes take two instructions: each touches every sector, and L1 saves a trip.
+// L1 is bypassed, except where a lane's 32 bytes take two instructions: each touches every sector, and L1
+// saves a trip.
 
 template <int kWords>
 __device__ __forceinline__ void load_words(std::uint32_t (&w)[kWords], const void* p, std::uint64_t policy) {
@@ -109,14 +114,16 @@ __device__ __forceinline__ void store_words(void* p, const std::uint32_t (&w)[kW
   if constexpr (kWords == 1) {
     asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;" ::"l"(p), "r"(w[0]), "l"(policy) : "memory");
   } else if constexpr (kWords == 2) {
-    asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1, %2}, %3;" ::"l"(p), "r"(w[0]), "r"(w[1]), "l"(policy)
+    asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1, %2}, %3;" ::"l"(p), "r"(w[0]), "r"(w[1]),
+                 "l"(policy)
                  : "memory");
   } else {
 #pragma unroll
     for (int h = 0; h < kWords; h += 4)
-      asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(static_cast<char*>(p) + 4 * h),
-                   "r"(w[h]), "r"(w[h + 1]), "r"(w[h + 2]), "r"(w[h + 3]), "l"(policy)
-                   : "memory");
+      asm volatile(
+          "st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(static_cast<char*>(p) + 4 * h),
+          "r"(w[h]), "r"(w[h + 1]), "r"(w[h + 2]), "r"(w[h + 3]), "l"(policy)
+          : "memory");
   }
 }
 
@@ -127,7 +134,8 @@ __device__ __forceinline__ void forget_words(std::uint32_t (&w)[kWords]) {
   for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(w[i]));
 }
 
-// ---- conversions: exact one way, to nearest even the other; the hardware's, which are from_float's bits ----
+// ---- conversions: exact one way, to nearest even the other; the hardware's, which are from_float's bits
+// ----
 
 __device__ __forceinline__ float to_fp32(float value) { return value; }
 __device__ __forceinline__ float to_fp32(BFloat16 value) { return to_float(value); }

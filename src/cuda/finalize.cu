@@ -11,7 +11,8 @@ namespace {
 
 constexpr int kItemsOfThread = kFoldItems / kFoldThreads;
 
-// What one group's nodes are, and where they come from: roots with absent ones between, or the results of a fold.
+// What one group's nodes are, and where they come from: roots with absent ones between, or the results of a
+// fold.
 struct Level {
   const Moments* folded;  // null: the roots
   std::int64_t items;     // of a group, with the absent ones
@@ -37,8 +38,10 @@ __device__ __forceinline__ void write_group(const ForwardCall& call, std::int64_
   }
 }
 
-// A segment of threads merges a chunk: up to four items each, then lanes, then warps. `out` null: this is the last level.
-__global__ void __launch_bounds__(kFoldThreads) merge_nodes(const ForwardCall call, const Level level, Moments* out) {
+// A segment of threads merges a chunk: up to four items each, then lanes, then warps. `out` null: this is the
+// last level.
+__global__ void __launch_bounds__(kFoldThreads)
+    merge_nodes(const ForwardCall call, const Level level, Moments* out) {
   __shared__ Moments warps[kFoldThreads / kLanes];
   release_next();
   wait_for_previous();
@@ -57,11 +60,13 @@ __global__ void __launch_bounds__(kFoldThreads) merge_nodes(const ForwardCall ca
     if (chunk < chunks && i < run)
       items[i] = load_item(call, level, group.quotient, group.remainder * chunk_items + place * run + i);
   }
-  Moments m = warp_tree(merge(merge(items[0], items[1]), merge(items[2], items[3])), segment < kLanes ? segment : kLanes);
+  Moments m = warp_tree(merge(merge(items[0], items[1]), merge(items[2], items[3])),
+                        segment < kLanes ? segment : kLanes);
   if (segment > kLanes) {
     if (thread % kLanes == 0) warps[thread / kLanes] = m;
     __syncthreads();
-    // Each warp merges the warps' nodes of its own segment; the segment's first thread is the first lane of one.
+    // Each warp merges the warps' nodes of its own segment; the segment's first thread is the first lane of
+    // one.
     const int first = (thread - place) / kLanes, lane = thread % kLanes;
     m = warp_tree(lane < segment / kLanes ? warps[first + lane] : Moments{}, segment / kLanes);
   }
@@ -72,14 +77,15 @@ __global__ void __launch_bounds__(kFoldThreads) merge_nodes(const ForwardCall ca
     write_group(call, group.quotient, m);
 }
 
-__global__ void __launch_bounds__(kFoldThreads) statistics_of_moments(const Call call, const double* moments,
-                                                                      float* statistics) {
+__global__ void __launch_bounds__(kFoldThreads)
+    statistics_of_moments(const Call call, const double* moments, float* statistics) {
   release_next();
   wait_for_previous();
   const std::int64_t plane = call.d.N * call.d.G;
   const std::int64_t group = std::int64_t{blockIdx.x} * kFoldThreads + threadIdx.x;
   if (group >= plane) return;
-  const Statistics s = statistics_of({moments[3 * group], moments[3 * group + 1], moments[3 * group + 2]}, call.eps);
+  const Statistics s =
+      statistics_of({moments[3 * group], moments[3 * group + 1], moments[3 * group + 2]}, call.eps);
   statistics[group] = s.mean_hi;
   statistics[plane + group] = s.mean_lo;
   statistics[2 * plane + group] = s.rstd;
@@ -107,7 +113,8 @@ cudaError_t launch_finalize(const ForwardCall& call, const Plan&, const Queue& q
   }
 }
 
-cudaError_t launch_statistics_of_moments(const Call& call, const double* moments, float* statistics, const Queue& queue) {
+cudaError_t launch_statistics_of_moments(const Call& call, const double* moments, float* statistics,
+                                         const Queue& queue) {
   Launch shape;
   shape.blocks = divide_up(call.d.N * call.d.G, kFoldThreads);
   shape.threads_x = kFoldThreads;

@@ -7,8 +7,8 @@ namespace steadynorm::cuda {
 
 namespace {
 
-// The share of micro-batch i in a leaf's first i + 1, and what it weighs the squared distance of the means by: merge()'s own
-// values. The first meets a node of zeros, which leaves it as it is.
+// The share of micro-batch i in a leaf's first i + 1, and what it weighs the squared distance of the means
+// by: merge()'s own values. The first meets a node of zeros, which leaves it as it is.
 struct Share {
   double share, weight;
 };
@@ -24,8 +24,9 @@ static_assert(sizeof kShares / sizeof kShares[0] == kChannelsLastLeafPositions /
 
 // Moments of a leaf of `rows` positions for each of a thread's channels: micro-batches merged in order.
 template <class T>
-__device__ __forceinline__ void channels_last_leaf(Node (&leaf)[kColumnWidth], const T* x, std::int64_t pitch, int rows,
-                                                   int channels, bool aligned, std::uint64_t policy) {
+__device__ __forceinline__ void channels_last_leaf(Node (&leaf)[kColumnWidth], const T* x, std::int64_t pitch,
+                                                   int rows, int channels, bool aligned,
+                                                   std::uint64_t policy) {
   constexpr int W = kColumnWidth;
   const int whole = aligned ? rows / kMicroBatchRows * kMicroBatchRows : 0;
   int first = 0;
@@ -43,7 +44,8 @@ __device__ __forceinline__ void channels_last_leaf(Node (&leaf)[kColumnWidth], c
         reliable = reliable && is_reliable(s[j].q);
       }
       if (!reliable) {
-        // Constant values are common (the background of a volume): d and q are 0 and exact, and so is the node they give.
+        // Constant values are common (the background of a volume): d and q are 0 and exact, and so is the
+        // node they give.
         reliable = true;
 #pragma unroll
         for (int j = 0; j < W; ++j) {
@@ -71,9 +73,9 @@ __device__ __forceinline__ void channels_last_leaf(Node (&leaf)[kColumnWidth], c
       if (j < channels) {
         float values[kMicroBatchRows];
         load_column(values, x + j, pitch, count);
-        const Node next = micro_batch<kMicroBatchRows, 1, false>([&](int v, int) { return values[v]; },
-                                                                 [&](int v, int) { return to_fp32(x[v * pitch + j]); },
-                                                                 [&](int v, int) { return v < count; }, count);
+        const Node next = micro_batch<kMicroBatchRows, 1, false>(
+            [&](int v, int) { return values[v]; }, [&](int v, int) { return to_fp32(x[v * pitch + j]); },
+            [&](int v, int) { return v < count; }, count);
         node = without_count(merge(with_count(node, first), with_count(next, count)));
       }
       rotate(leaf, node);
@@ -82,10 +84,12 @@ __device__ __forceinline__ void channels_last_leaf(Node (&leaf)[kColumnWidth], c
   }
 }
 
-// The tree over the channels of each channel unit, over roots[slab]: whole units in aligned runs of lanes, a power of two
-// for each, and the runs of a warp's length that are left once more. `positions` of each channel.
+// The tree over the channels of each channel unit, over roots[slab]: whole units in aligned runs of lanes, a
+// power of two for each, and the runs of a warp's length that are left once more. `positions` of each
+// channel.
 template <class Done>
-__device__ __forceinline__ void merge_channels(Node* roots, int units, int members, double positions, const Done& done) {
+__device__ __forceinline__ void merge_channels(Node* roots, int units, int members, double positions,
+                                               const Done& done) {
   int width = power_of_two_from(members), stride = 1;  // lanes of a unit; channels of a lane
   for (;;) {
     const int lanes = width < kLanes ? width : kLanes;
@@ -101,7 +105,8 @@ __device__ __forceinline__ void merge_channels(Node* roots, int units, int membe
         if (rest >= full)
           node = merge_equal(node, other, positions * full * 0.5);
         else if (rest > 0)
-          node = without_count(merge(with_count(node, positions * full), with_count(other, positions * rest)));
+          node =
+              without_count(merge(with_count(node, positions * full), with_count(other, positions * rest)));
       }
       if (unit < units && (i & (lanes - 1)) == 0 && index < members) {
         if (width <= kLanes)
@@ -129,7 +134,7 @@ __global__ void __launch_bounds__(kReductionBound)
   const SlabUnit place = slab_unit(call.d, p, blockIdx.x);
   const ColumnPlace at = column_place(p);
   const int channels = static_cast<int>(place.channel_end - place.channel_begin);  // of the block
-  const int own = channels - at.column * kColumnWidth;                             // of this thread, if positive
+  const int own = channels - at.column * kColumnWidth;  // of this thread, if positive
   const std::int64_t C = call.d.C, begin = tree.unit_begin(place.unit);
   // Inside a unit positions fit an int: a unit is at most S / 256 positions.
   const int leaf_positions = static_cast<int>(tree.leaf_positions);
@@ -150,14 +155,16 @@ __global__ void __launch_bounds__(kReductionBound)
   const int members = p.by_channel_unit ? channels : static_cast<int>(call.d.D);
   const std::int64_t unit =
       p.by_channel_unit ? quotient(place.channel_begin - first * call.d.D, tree.unit_channels) : 0;
-  Node* const out = call.roots + (place.n * call.d.G + first) * tree.roots() + place.unit * tree.channel_units + unit;
+  Node* const out =
+      call.roots + (place.n * call.d.G + first) * tree.roots() + place.unit * tree.channel_units + unit;
   merge_channels(roots, channels / members, members, static_cast<double>(length),
                  [&](int group, const Node& node) { out[group * tree.roots()] = node; });
 }
 
 template <Activation A, class T, class Y>
-__device__ __forceinline__ void write_row(Y* y, const Packed<T, kColumnWidth>& raw, const Coefficients (&c)[kColumnWidth],
-                                          int channels, bool aligned, std::uint64_t policy) {
+__device__ __forceinline__ void write_row(Y* y, const Packed<T, kColumnWidth>& raw,
+                                          const Coefficients (&c)[kColumnWidth], int channels, bool aligned,
+                                          std::uint64_t policy) {
   float values[kColumnWidth];
 #pragma unroll
   for (int j = 0; j < kColumnWidth; ++j) values[j] = forward_value<A>(raw[j], c[j]);
@@ -165,8 +172,9 @@ __device__ __forceinline__ void write_row(Y* y, const Packed<T, kColumnWidth>& r
 }
 
 template <class T, Activation A>
-__global__ void __launch_bounds__(kColumnThreads, 4) apply_channels_last(const ForwardCall call, const Sweep sweep,
-                                                                         const bool vectors, const Hint store_hint) {
+__global__ void __launch_bounds__(kColumnThreads, 4)
+    apply_channels_last(const ForwardCall call, const Sweep sweep, const bool vectors,
+                        const Hint store_hint) {
   constexpr int W = kColumnWidth;
   ForwardCoefficients* const shared = shared_memory<ForwardCoefficients>();
   const SweepPlace at = sweep_place(call.d, sweep);
@@ -226,7 +234,8 @@ cudaError_t launch_apply_channels_last(const ForwardCall& call, const Plan& plan
     return dispatch(call.activation, [&](auto activation) {
       using T = typename decltype(type)::type;
       const bool vectors = call.d.C % kColumnWidth == 0;
-      return launch(apply_channels_last<T, activation()>, plan.write, queue, call, plan.apply, vectors, Hint::normal);
+      return launch(apply_channels_last<T, activation()>, plan.write, queue, call, plan.apply, vectors,
+                    Hint::normal);
     });
   });
 }

@@ -35,7 +35,7 @@ struct ForwardCall : Call {
   double* moments_out = nullptr;    // [N, G, 3], may be null
   Node* roots = nullptr;            // [N, G, roots]
   Moments* folded = nullptr;
-  bool merge_roots = false;         // by the apply kernel, without launch_finalize
+  bool merge_roots = false;  // by the apply kernel, without launch_finalize
 };
 
 struct BackwardCall : Call {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loads and stores of W consecutive elements of a storage type. A narrower access never changes which lane gets which
-// element.
+// Loads and stores of W consecutive elements of a storage type. A narrower access never changes which lane
+// gets which element.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,8 @@ namespace steadynorm::cuda {
 template <class T>
 constexpr bool kIsFloat = __is_same(T, float);
 
-// W elements as they lie in memory. Indices are compile-time constants after unrolling, so this stays in registers.
+// W elements as they lie in memory. Indices are compile-time constants after unrolling, so this stays in
+// registers.
 template <class T, int W>
 struct Packed {
   static constexpr int kBytes = W * static_cast<int>(sizeof(T));
@@ -40,7 +41,8 @@ struct Packed {
   }
 };
 
-// For 16-bit values: the compiler need not keep the values that it has made of them; without this, the statistics spill.
+// For 16-bit values: the compiler need not keep the values that it has made of them; without this, the
+// statistics spill.
 template <class T, int W, int kCount>
 __device__ __forceinline__ void unpack_again(Packed<T, W> (&raw)[kCount]) {
   if constexpr (!kIsFloat<T>) {
@@ -50,7 +52,7 @@ __device__ __forceinline__ void unpack_again(Packed<T, W> (&raw)[kCount]) {
 }
 
 template <class T, int W>
-constexpr int kAlignment = W * static_cast<int>(sizeof(T)) < 16 ? W * static_cast<int>(sizeof(T)) : 16;
+constexpr int kAlignment = W* static_cast<int>(sizeof(T)) < 16 ? W* static_cast<int>(sizeof(T)) : 16;
 
 STEADYNORM_HD bool is_aligned(const void* p, int bytes) {
   return reinterpret_cast<std::uintptr_t>(p) % static_cast<unsigned>(bytes) == 0;
@@ -115,8 +117,8 @@ __device__ __forceinline__ void with_type(DType dtype, const F& f) {
 
 // The output's dtype is a run-time value: it changes one store, not the loop.
 template <int W>
-__device__ __forceinline__ void store(void* base, DType dtype, std::int64_t index, const float (&values)[W], bool whole,
-                                      std::int64_t valid, std::uint64_t policy) {
+__device__ __forceinline__ void store(void* base, DType dtype, std::int64_t index, const float (&values)[W],
+                                      bool whole, std::int64_t valid, std::uint64_t policy) {
   if (dtype == DType::bfloat16)
     store(static_cast<BFloat16*>(base) + index, values, whole, valid, policy);
   else if (dtype == DType::float16)

@@ -18,10 +18,10 @@ constexpr std::int64_t kGridLimit = 2147483647;
 // What a plan may choose; everything else follows.
 struct Choice {
   int warps = kLeafWarps;
-  int leaves = 0;             // that a warp evaluates together; 0: as many as leave the device full
-  int column_target = 16;     // column threads of a reduction
-  int column_threads = 128;   // of its block; twice as many where groups ask for more columns
-  int sweep_columns = 64;     // at most, of a sweep
+  int leaves = 0;            // that a warp evaluates together; 0: as many as leave the device full
+  int column_target = 16;    // column threads of a reduction
+  int column_threads = 128;  // of its block; twice as many where groups ask for more columns
+  int sweep_columns = 64;    // at most, of a sweep
   int sweep_rows = 32;
   bool reverse = false;
 };
@@ -41,7 +41,8 @@ int power_of_two_until(std::int64_t n) {
   return p;
 }
 
-// Leaves that a warp evaluates together, of `leaves` of the tensor: fewer where the warps would not fill the device twice.
+// Leaves that a warp evaluates together, of `leaves` of the tensor: fewer where the warps would not fill the
+// device twice.
 int leaves_together(std::int64_t leaves, const DeviceInfo& device, const Choice& choice) {
   if (choice.leaves > 0) return choice.leaves;
   int together = kFullLeaves;
@@ -53,8 +54,10 @@ int leaves_together(std::int64_t leaves, const DeviceInfo& device, const Choice&
 Runs make_runs(const Tree& tree, int warps, std::int64_t together) {
   Runs r;
   r.warps = warps;
-  const std::int64_t leaves = tree.positions >= kContiguousLeaf ? tree.unit_positions / tree.leaf_positions : 1;
-  r.runs_per_unit = static_cast<int>(std::min(std::int64_t{warps}, std::max<std::int64_t>(1, leaves / together)));
+  const std::int64_t leaves =
+      tree.positions >= kContiguousLeaf ? tree.unit_positions / tree.leaf_positions : 1;
+  r.runs_per_unit =
+      static_cast<int>(std::min(std::int64_t{warps}, std::max<std::int64_t>(1, leaves / together)));
   r.leaves_per_run = leaves / r.runs_per_unit;
   r.levels = std::max(1, levels_for(r.leaves_per_run));
   return r;
@@ -62,24 +65,25 @@ Runs make_runs(const Tree& tree, int warps, std::int64_t together) {
 
 // Whether every unit of the statistics is one leaf, and none is ragged.
 bool full_leaves(const Tree& tree) {
-  return tree.unit_positions * tree.unit_channels == kContiguousLeaf && tree.positions % tree.unit_positions == 0 &&
-         tree.channels % tree.unit_channels == 0;
+  return tree.unit_positions * tree.unit_channels == kContiguousLeaf &&
+         tree.positions % tree.unit_positions == 0 && tree.channels % tree.unit_channels == 0;
 }
 
 Launch launch_of(const Runs& r, std::int64_t units) {
   const int exchanged = kFullLeaves * kNodesOfLeaf, nodes = r.leaves > 0 ? 0 : 1 + r.levels;
-  return {divide_up(r.leaves > 0 ? divide_up(units, r.leaves) : units * r.runs_per_unit, r.warps), r.warps * kLanes, 1,
-          r.warps * (nodes + exchanged) * kNodeBytes};
+  return {divide_up(r.leaves > 0 ? divide_up(units, r.leaves) : units * r.runs_per_unit, r.warps),
+          r.warps * kLanes, 1, r.warps * (nodes + exchanged) * kNodeBytes};
 }
 
 // Backward sums.
 Launch launch_of_sums(const Runs& r, std::int64_t units) {
-  return {divide_up(units * r.runs_per_unit, r.warps), r.warps * kLanes, 1, r.warps * (1 + r.levels) * kNodeBytes};
+  return {divide_up(units * r.runs_per_unit, r.warps), r.warps * kLanes, 1,
+          r.warps * (1 + r.levels) * kNodeBytes};
 }
 
 // Slabs start at multiples of `quantum` channels: what must stay together.
-Columns make_columns(const Problem& p, const Tree& tree, std::int64_t quantum, bool vectors, bool by_channel_unit,
-                     int target, int threads) {
+Columns make_columns(const Problem& p, const Tree& tree, std::int64_t quantum, bool vectors,
+                     bool by_channel_unit, int target, int threads) {
   Columns r;
   r.vectors = vectors;
   r.by_channel_unit = by_channel_unit;
@@ -88,25 +92,29 @@ Columns make_columns(const Problem& p, const Tree& tree, std::int64_t quantum, b
     r.slabs = p.groups * tree.channel_units;
   } else {
     const std::int64_t quanta = divide_up(p.channels, quantum);
-    const std::int64_t of_slab = std::clamp<std::int64_t>((2 * target * kColumnWidth / quantum + 1) / 2, 1, quanta);
-    r.slab = std::min(p.channels, divide_up(quanta, divide_up(quanta, of_slab)) * quantum);  // of about equal size
+    const std::int64_t of_slab =
+        std::clamp<std::int64_t>((2 * target * kColumnWidth / quantum + 1) / 2, 1, quanta);
+    r.slab =
+        std::min(p.channels, divide_up(quanta, divide_up(quanta, of_slab)) * quantum);  // of about equal size
     r.slabs = divide_up(p.channels, r.slab);
   }
   r.columns = static_cast<int>(divide_up(r.slab, kColumnWidth));
   const std::int64_t leaves = divide_up(std::min(tree.unit_positions, p.positions), tree.leaf_positions);
   if (r.columns > target) threads = std::min(2 * threads, kColumnThreads);
-  r.lanes = std::min({power_of_two_from(leaves), power_of_two_until(std::max(1, threads / r.columns)), kColumnLanes});
+  r.lanes = std::min(
+      {power_of_two_from(leaves), power_of_two_until(std::max(1, threads / r.columns)), kColumnLanes});
   r.rounds = divide_up(leaves, r.lanes);
   r.levels = levels_for(r.rounds);
   return r;
 }
 
-// Shared memory: a round's nodes, twice when there are several rounds, the counters over rounds, the channels' roots or
-// coefficients. Whole warps, for the shuffles.
+// Shared memory: a round's nodes, twice when there are several rounds, the counters over rounds, the
+// channels' roots or coefficients. Whole warps, for the shuffles.
 Launch launch_of(const Columns& r, const Problem& p, const Tree& tree) {
   const std::int64_t buffers = r.rounds > 1 ? 2 : 1;
   const std::int64_t nodes = (buffers * r.lanes + r.levels + 1) * r.columns * kColumnWidth;
-  return {p.samples * tree.spatial_units * r.slabs, static_cast<int>(divide_up(r.columns * r.lanes, kLanes) * kLanes), 1,
+  return {p.samples * tree.spatial_units * r.slabs,
+          static_cast<int>(divide_up(r.columns * r.lanes, kLanes) * kLanes), 1,
           static_cast<int>(nodes * kNodeBytes)};
 }
 
@@ -117,8 +125,10 @@ Columns choose_columns(const Problem& p, const DeviceInfo& device, const Choice&
   const bool split_groups = whole_units && tree.channel_units > 1;
   bool vectors = p.channels % kColumnWidth == 0 && !(split_groups && D % kColumnWidth != 0);
   std::int64_t quantum = whole_units ? D : kColumnWidth;
-  if (vectors && whole_units && !split_groups) quantum = std::min(p.channels, std::lcm(D, std::int64_t{kColumnWidth}));
-  if (!split_groups && quantum > 128 * kColumnWidth) {  // groups that straddle vectors and are wide: give up the vectors
+  if (vectors && whole_units && !split_groups)
+    quantum = std::min(p.channels, std::lcm(D, std::int64_t{kColumnWidth}));
+  if (!split_groups &&
+      quantum > 128 * kColumnWidth) {  // groups that straddle vectors and are wide: give up the vectors
     vectors = false;
     quantum = D;
   }
@@ -129,9 +139,12 @@ Columns choose_columns(const Problem& p, const DeviceInfo& device, const Choice&
     target /= 2;
     best = make_columns(p, tree, quantum, vectors, split_groups, target, choice.column_threads);
   }
-  // A wide slab with a deep counter may not fit shared memory; fewer lanes only deepen it, so drop the vectors.
-  if (launch_of(best, p, tree).shared_bytes > static_cast<int>(device.shared_per_block_optin) && !split_groups)
-    best = make_columns(p, tree, whole_units ? D : kColumnWidth, vectors && !whole_units, false, 1, choice.column_threads);
+  // A wide slab with a deep counter may not fit shared memory; fewer lanes only deepen it, so drop the
+  // vectors.
+  if (launch_of(best, p, tree).shared_bytes > static_cast<int>(device.shared_per_block_optin) &&
+      !split_groups)
+    best = make_columns(p, tree, whole_units ? D : kColumnWidth, vectors && !whole_units, false, 1,
+                        choice.column_threads);
   return best;
 }
 
@@ -146,11 +159,13 @@ Sweep choose_sweep(const Problem& p, const DeviceInfo& device, const Choice& cho
   r.lanes = static_cast<int>(std::clamp<std::int64_t>(kColumnThreads / r.columns, 1, p.positions));
   r.rows = choice.sweep_rows;
   // Fewer rows a thread until there are four blocks for every SM. Not yet measured.
-  while (r.rows > 4 && p.samples * r.slabs * divide_up(p.positions, r.lanes * r.rows) < 4 * device.sms) r.rows /= 2;
+  while (r.rows > 4 && p.samples * r.slabs * divide_up(p.positions, r.lanes * r.rows) < 4 * device.sms)
+    r.rows /= 2;
   return r;
 }
 
-// contiguous: `row_bytes` of shared memory for each channel row that a tile may touch, unless a vector may cross a row's end.
+// contiguous: `row_bytes` of shared memory for each channel row that a tile may touch, unless a vector may
+// cross a row's end.
 Launch launch_of(const Sweep& r, const Problem& p, int row_bytes) {
   if (p.layout == Layout::contiguous) {
     const std::int64_t vectors = kTileThreads * kTileVectors, row = p.positions / r.width;
@@ -172,13 +187,15 @@ Plan make_plan(const Problem& p, const DeviceInfo& device, const Choice& choice)
   plan.apply = plan.gradient = choose_sweep(p, device, choice);
   if (p.layout == Layout::contiguous) {
     const std::int64_t units = contiguous_units(d);
-    const int together = leaves_together(units * divide_up(tree.unit_positions, kContiguousLeaf), device, choice);
+    const int together =
+        leaves_together(units * divide_up(tree.unit_positions, kContiguousLeaf), device, choice);
     plan.runs = make_runs(tree, choice.warps, together);
     plan.sum_runs = make_runs(tree, choice.warps, 1);
     if (full_leaves(tree)) {
       plan.runs.leaves = together;
       plan.runs.warps = std::min(choice.warps, kFullLeafWarps);
-      while (plan.runs.warps > 1 && units < std::int64_t{2} * device.sms * plan.runs.warps * together) plan.runs.warps /= 2;
+      while (plan.runs.warps > 1 && units < std::int64_t{2} * device.sms * plan.runs.warps * together)
+        plan.runs.warps /= 2;
     }
     plan.statistics = launch_of(plan.runs, units);
     plan.sums = launch_of_sums(plan.sum_runs, contiguous_sum_units(d));
@@ -197,16 +214,21 @@ Plan make_plan(const Problem& p, const DeviceInfo& device, const Choice& choice)
 }
 
 std::ostream& operator<<(std::ostream& out, const Launch& l) {
-  return out << l.blocks << " x (" << l.threads_x << ", " << l.threads_y << "), " << l.shared_bytes << " B shared";
+  return out << l.blocks << " x (" << l.threads_x << ", " << l.threads_y << "), " << l.shared_bytes
+             << " B shared";
 }
 
 }  // namespace
 
 Tree tree_of(const Problem& p) { return make_tree(p.channels_per_group(), p.positions, p.layout); }
 
-std::int64_t padded_roots(const Tree& tree) { return tree.spatial_units * power_of_two_from(tree.channel_units); }
+std::int64_t padded_roots(const Tree& tree) {
+  return tree.spatial_units * power_of_two_from(tree.channel_units);
+}
 
-Plan choose_plan(const Problem& problem, const DeviceInfo& device) { return make_plan(problem, device, Choice{}); }
+Plan choose_plan(const Problem& problem, const DeviceInfo& device) {
+  return make_plan(problem, device, Choice{});
+}
 
 std::vector<Plan> legal_plans(const Problem& problem, const DeviceInfo& device) {
   std::vector<Plan> plans{choose_plan(problem, device)};
@@ -224,7 +246,11 @@ std::vector<Plan> legal_plans(const Problem& problem, const DeviceInfo& device) 
     for (const int warps : {2, kLeafWarps}) add({.warps = warps, .leaves = leaves});
   for (const int target : {1, 8, 64})
     for (const int threads : {64, kColumnThreads})
-      add({.column_target = target, .column_threads = threads, .sweep_columns = 16, .sweep_rows = 4, .reverse = true});
+      add({.column_target = target,
+           .column_threads = threads,
+           .sweep_columns = 16,
+           .sweep_rows = 4,
+           .reverse = true});
   return plans;
 }
 
@@ -235,8 +261,9 @@ void require_legal(const Plan& plan, const DeviceInfo& device) {
                         std::to_string(l.blocks));
     if (l.threads() > 1024 || l.shared_bytes > static_cast<int>(device.shared_per_block_optin))
       throw Unsupported("group_norm: " + std::string(kernel) + " needs at most 1024 threads and " +
-                        std::to_string(device.shared_per_block_optin) + " bytes of shared memory on this device, got " +
-                        std::to_string(l.threads()) + " and " + std::to_string(l.shared_bytes));
+                        std::to_string(device.shared_per_block_optin) +
+                        " bytes of shared memory on this device, got " + std::to_string(l.threads()) +
+                        " and " + std::to_string(l.shared_bytes));
   };
   require("statistics", plan.statistics);
   require("apply", plan.write);
@@ -247,14 +274,16 @@ void require_legal(const Plan& plan, const DeviceInfo& device) {
 
 std::ostream& operator<<(std::ostream& out, const Plan& p) {
   if (p.columns.columns > 0)
-    out << "channels_last: " << p.columns.columns << " columns x " << p.columns.lanes << " lanes, " << p.columns.rounds << " rounds, slab " << p.columns.slab
-        << (p.columns.vectors ? "" : ", no vectors") << "; sums " << p.sum_columns.columns << " x " << p.sum_columns.lanes
-        << "; sweep " << p.apply.columns << " x " << p.apply.lanes << " x " << p.apply.rows << " rows";
+    out << "channels_last: " << p.columns.columns << " columns x " << p.columns.lanes << " lanes, "
+        << p.columns.rounds << " rounds, slab " << p.columns.slab << (p.columns.vectors ? "" : ", no vectors")
+        << "; sums " << p.sum_columns.columns << " x " << p.sum_columns.lanes << "; sweep " << p.apply.columns
+        << " x " << p.apply.lanes << " x " << p.apply.rows << " rows";
   else
-    out << "contiguous: " << p.runs.warps << " warps, " << p.runs.runs_per_unit << " runs of " << p.runs.leaves_per_run
-        << " leaves a unit, " << p.runs.leaves << " full leaves a warp";
-  return out << (p.sticky ? ", evict_last" : "") << (p.overlap ? ", overlapped" : "") << "\n  statistics " << p.statistics
-             << "\n  write " << p.write << "\n  sums " << p.sums << "\n  rows " << p.rows << "\n  input " << p.input << "\n";
+    out << "contiguous: " << p.runs.warps << " warps, " << p.runs.runs_per_unit << " runs of "
+        << p.runs.leaves_per_run << " leaves a unit, " << p.runs.leaves << " full leaves a warp";
+  return out << (p.sticky ? ", evict_last" : "") << (p.overlap ? ", overlapped" : "") << "\n  statistics "
+             << p.statistics << "\n  write " << p.write << "\n  sums " << p.sums << "\n  rows " << p.rows
+             << "\n  input " << p.input << "\n";
 }
 
 namespace {
@@ -267,7 +296,8 @@ ForwardWorkspace forward_layout(const Problem& p) {
   const Tree tree = tree_of(p);
   const std::int64_t groups = p.samples * p.groups;
   std::int64_t folded = 0;
-  for (std::int64_t items = padded_roots(tree); items > kFoldItems;) folded += items = divide_up(items, kFoldItems);
+  for (std::int64_t items = padded_roots(tree); items > kFoldItems;)
+    folded += items = divide_up(items, kFoldItems);
   ForwardWorkspace w{};
   w.roots = 0;
   w.folded = aligned(static_cast<std::size_t>(groups * tree.roots()) * kNodeBytes);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a problem is put on a device, as plain values: chosen by a pure function, compared, printed, tested without a GPU.
-// A plan decides who evaluates which part of the reduction tree, never what is evaluated: all plans give the same bits.
+// How a problem is put on a device, as plain values: chosen by a pure function, compared, printed, tested
+// without a GPU. A plan decides who evaluates which part of the reduction tree, never what is evaluated: all
+// plans give the same bits.
 #pragma once
 
 #include <cstddef>
@@ -39,54 +40,56 @@ struct Launch {
 
 // contiguous: a warp evaluates a run of leaves of a unit.
 struct Runs {
-  int warps = 0;                     // of a block
-  int runs_per_unit = 1;             // a power of two that divides warps
-  std::int64_t leaves_per_run = 1;   // a power of two
-  int levels = 0;                    // of a warp's binary counter
-  int leaves = 0;                    // when every unit is one full leaf: of a warp; else 0
+  int warps = 0;                    // of a block
+  int runs_per_unit = 1;            // a power of two that divides warps
+  std::int64_t leaves_per_run = 1;  // a power of two
+  int levels = 0;                   // of a warp's binary counter
+  int leaves = 0;                   // when every unit is one full leaf: of a warp; else 0
 
   bool operator==(const Runs&) const = default;
 };
 
-// channels_last: `columns` threads along the channels, each with kColumnWidth of them; `lanes` along the volume.
+// channels_last: `columns` threads along the channels, each with kColumnWidth of them; `lanes` along the
+// volume.
 struct Columns {
   int columns = 0;
-  int lanes = 0;                // a power of two up to kColumnLanes; each evaluates a leaf per round
-  bool vectors = false;         // every thread's channels are one aligned vector, if the pointer is
+  int lanes = 0;                 // a power of two up to kColumnLanes; each evaluates a leaf per round
+  bool vectors = false;          // every thread's channels are one aligned vector, if the pointer is
   bool by_channel_unit = false;  // a slab is one channel unit of a group
-  std::int64_t slab = 0;        // channels of a block; for the statistics, whole channel units
+  std::int64_t slab = 0;         // channels of a block; for the statistics, whole channel units
   std::int64_t slabs = 0;
   std::int64_t rounds = 0;
-  int levels = 0;               // of the block's binary counter over rounds; 0 for one round
+  int levels = 0;  // of the block's binary counter over rounds; 0 for one round
 
   bool operator==(const Columns&) const = default;
 };
 
-// An element-wise sweep. contiguous: threads x vectors in a row; channels_last: columns x lanes, `rows` a thread.
+// An element-wise sweep. contiguous: threads x vectors in a row; channels_last: columns x lanes, `rows` a
+// thread.
 struct Sweep {
   int width = 0;
   int columns = 0;
   int lanes = 0;
   int rows = 0;
-  std::int64_t slabs = 1;       // column blocks along the channels
-  bool reverse = false;         // last tile first: what the reductions read last is still in L2
+  std::int64_t slabs = 1;  // column blocks along the channels
+  bool reverse = false;    // last tile first: what the reductions read last is still in L2
 
   bool operator==(const Sweep&) const = default;
 };
 
 struct Plan {
-  Runs runs;              // contiguous: statistics
-  Runs sum_runs;          // contiguous: backward sums, where a leaf is never more than one channel
-  Columns columns;        // channels_last: both
+  Runs runs;        // contiguous: statistics
+  Runs sum_runs;    // contiguous: backward sums, where a leaf is never more than one channel
+  Columns columns;  // channels_last: both
   Columns sum_columns;
   Sweep apply;
   Sweep gradient;
-  int unit_lanes = 1;     // backward: threads along the units of a channel, 8 units each
-  bool sticky = false;    // reductions load evict_last
-  bool overlap = false;   // programmatic dependent launch
+  int unit_lanes = 1;    // backward: threads along the units of a channel, 8 units each
+  bool sticky = false;   // reductions load evict_last
+  bool overlap = false;  // programmatic dependent launch
 
-  Launch statistics, finalize, write;               // forward; finalize may be preceded by folds, see fold_blocks()
-  Launch sums, rows, means, parameters, input;      // backward
+  Launch statistics, finalize, write;  // forward; finalize may be preceded by folds, see fold_blocks()
+  Launch sums, rows, means, parameters, input;  // backward
 
   bool operator==(const Plan&) const = default;
 };
@@ -105,22 +108,25 @@ void require_legal(const Plan&, const DeviceInfo&);
 
 Tree tree_of(const Problem&);
 
-// Nodes of a group as one aligned binary tree: the channel units of a place are padded with absent ones to a power of two.
+// Nodes of a group as one aligned binary tree: the channel units of a place are padded with absent ones to a
+// power of two.
 std::int64_t padded_roots(const Tree&);
 
-constexpr int kFoldItems = 1024;    // nodes that a block merges
+constexpr int kFoldItems = 1024;  // nodes that a block merges
 constexpr int kFoldThreads = 256;
-constexpr int kLeafWarps = 8;       // contiguous: at most, of a block that reduces
-constexpr int kFullLeaves = 4;      // contiguous: full leaves that a warp evaluates together
-constexpr int kFullLeafWarps = 4;   // at most, of a block that does
-constexpr int kNodesOfLeaf = 40;    // places of its lanes' nodes in shared memory
+constexpr int kLeafWarps = 8;        // contiguous: at most, of a block that reduces
+constexpr int kFullLeaves = 4;       // contiguous: full leaves that a warp evaluates together
+constexpr int kFullLeafWarps = 4;    // at most, of a block that does
+constexpr int kNodesOfLeaf = 40;     // places of its lanes' nodes in shared memory
 constexpr int kColumnThreads = 256;  // channels_last: at most, of a block
-constexpr int kTileThreads = 256;   // contiguous: of a block of an element-wise sweep, four vectors each: fewer leave
-constexpr int kTileVectors = 4;     // what a thread does once dearer than its elements
-constexpr int kColumnWidth = 4;     // channels_last: channels of a thread; with eight, nodes and coefficients cost occupancy
-constexpr int kColumnLanes = 128;   // channels_last: so that the lanes of a channel, four a thread, fit a warp
-constexpr int kUnitsOfThread = 8;   // backward: of a channel, merged by one thread
-constexpr int kRowThreads = 256;    // backward: of a block that makes rows
+constexpr int kTileThreads =
+    256;  // contiguous: of a block of an element-wise sweep, four vectors each: fewer leave
+constexpr int kTileVectors = 4;  // what a thread does once dearer than its elements
+constexpr int kColumnWidth =
+    4;  // channels_last: channels of a thread; with eight, nodes and coefficients cost occupancy
+constexpr int kColumnLanes = 128;  // channels_last: so that the lanes of a channel, four a thread, fit a warp
+constexpr int kUnitsOfThread = 8;  // backward: of a channel, merged by one thread
+constexpr int kRowThreads = 256;   // backward: of a block that makes rows
 
 // Workspaces depend on the problem alone.
 struct ForwardWorkspace {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The entries with the plan given, for tests and benchmarks: forward(problem, ...) is forward(choose_plan(...), problem, ...).
+// The entries with the plan given, for tests and benchmarks: forward(problem, ...) is
+// forward(choose_plan(...), problem, ...).
 #pragma once
 
 #include "cuda/plan.h"
@@ -7,7 +8,7 @@
 
 namespace steadynorm::cuda {
 
-DeviceInfo current_device();
+const DeviceInfo& current_device();
 
 void forward(const Plan&, const Problem&, const ForwardArguments&, Stream);
 void backward(const Plan&, const Problem&, const BackwardArguments&, Stream);

@@ -15,19 +15,21 @@ __device__ __forceinline__ ChannelSums shuffle_down(const ChannelSums& sums, int
   return {shuffle_down(sums.dz, step), shuffle_down(sums.dz_normalized, step)};
 }
 
-// A group's items as one aligned binary tree: the channel units of a place along S are padded with absent ones to
-// 2^channel_shift.
+// A group's items as one aligned binary tree: the channel units of a place along S are padded with absent
+// ones to 2^channel_shift.
 inline int channel_shift(const Tree& tree) {
   int shift = 0;
   while ((std::int64_t{1} << shift) < tree.channel_units) ++shift;
   return shift;
 }
 
-__device__ __forceinline__ Moments load_root(const ForwardCall& call, std::int64_t group, std::int64_t item, int shift) {
+__device__ __forceinline__ Moments load_root(const ForwardCall& call, std::int64_t group, std::int64_t item,
+                                             int shift) {
   const Tree& tree = call.d.tree;
   const std::int64_t place = item >> shift, channel = item - (place << shift);
   if (channel >= tree.channel_units || place >= tree.spatial_units) return {};
-  return with_count(call.roots[group * tree.roots() + place * tree.channel_units + channel], tree.count(place, channel));
+  return with_count(call.roots[group * tree.roots() + place * tree.channel_units + channel],
+                    tree.count(place, channel));
 }
 
 // The aligned binary tree over the lanes of a warp, full or with counts; lane 0 gets the root.
@@ -46,8 +48,7 @@ __device__ __forceinline__ Moments warp_tree(Moments m, int width) {
   const int lane = threadIdx.x % kLanes;
 #pragma unroll 1  // its divisions are long, and a kernel's first run fetches every instruction
   for (int step = 1; step < width; step *= 2) {
-    const Moments right{shuffle_down(m.count, step), shuffle_down(m.mean, step),
-                        shuffle_down(m.m2, step)};
+    const Moments right{shuffle_down(m.count, step), shuffle_down(m.mean, step), shuffle_down(m.m2, step)};
     if ((lane & (2 * step - 1)) == 0) m = merge(m, right);
   }
   return m;

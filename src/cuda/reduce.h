@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The lower levels of the reduction tree, docs/numerics.md "The tree": the one function for a micro-batch and for runs of
-// nodes. Every kernel that reduces calls these, so no kernel or plan can change a bit; the host can call them too.
+// The lower levels of the reduction tree, docs/numerics.md "The tree": the one function for a micro-batch and
+// for runs of nodes. Every kernel that reduces calls these, so no kernel or plan can change a bit; the host
+// can call them too.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +40,9 @@ struct Pair {
   float first, second;
 };
 
-STEADYNORM_HD Pair operator+(const Pair& a, const Pair& b) { return {a.first + b.first, a.second + b.second}; }
+STEADYNORM_HD Pair operator+(const Pair& a, const Pair& b) {
+  return {a.first + b.first, a.second + b.second};
+}
 
 // value(0) + ... + value(kCount - 1) as an aligned binary tree; kCount is a power of two.
 template <int kCount, class Value>
@@ -56,8 +59,8 @@ STEADYNORM_HD auto tree_sum(const Value& value) {
 STEADYNORM_HD float plus_missing(float column) { return column + 0.0f; }
 STEADYNORM_HD Pair plus_missing(const Pair& column) { return column + Pair{0.0f, 0.0f}; }
 
-// Over the kRows x kWidth values (v, j) of a micro-batch: v first, then j. With kRows = 1 rows 1..7 are missing, and
-// adding their +0 is one addition (it matters for -0 alone).
+// Over the kRows x kWidth values (v, j) of a micro-batch: v first, then j. With kRows = 1 rows 1..7 are
+// missing, and adding their +0 is one addition (it matters for -0 alone).
 template <int kRows, int kWidth, class Value>
 STEADYNORM_HD auto micro_batch_sum(const Value& value) {
   return tree_sum<kWidth>([&](int j) {
@@ -74,31 +77,30 @@ template <int kRows, int kWidth, class Stored, class Present>
 STEADYNORM_HD Node micro_batch_in_double(const Stored& stored, const Present& present_at, int n) {
   double sum = 0;
   STEADYNORM_NO_UNROLL
-  for (int v = 0; v < kRows; ++v)
-    STEADYNORM_NO_UNROLL
-    for (int j = 0; j < kWidth; ++j)
-      if (present_at(v, j)) sum += static_cast<double>(stored(v, j));
+  for (int v = 0; v < kRows; ++v) STEADYNORM_NO_UNROLL
+  for (int j = 0; j < kWidth; ++j)
+    if (present_at(v, j)) sum += static_cast<double>(stored(v, j));
   const double mean = sum / n;
   double m2 = 0;
   STEADYNORM_NO_UNROLL
-  for (int v = 0; v < kRows; ++v)
-    STEADYNORM_NO_UNROLL
-    for (int j = 0; j < kWidth; ++j)
-      if (present_at(v, j)) {
-        const double e = static_cast<double>(stored(v, j)) - mean;
-        m2 += e * e;
-      }
+  for (int v = 0; v < kRows; ++v) STEADYNORM_NO_UNROLL
+  for (int j = 0; j < kWidth; ++j)
+    if (present_at(v, j)) {
+      const double e = static_cast<double>(stored(v, j)) - mean;
+      m2 += e * e;
+    }
   return {mean, m2};
 }
 
-// Moments of one micro-batch. x(v, j) is +0 where present_at(v, j) is false; kFull promises that all are there. The rare
-// second computation reads the values again by stored(v, j): kept in registers, they would cost every other one dearly.
-// between() runs after x's first use.
+// Moments of one micro-batch. x(v, j) is +0 where present_at(v, j) is false; kFull promises that all are
+// there. The rare second computation reads the values again by stored(v, j): kept in registers, they would
+// cost every other one dearly. between() runs after x's first use.
 struct Nothing {
   STEADYNORM_HD void operator()() const {}
 };
 
-template <int kRows, int kWidth, bool kFull, class Value, class Stored, class Present, class Between = Nothing>
+template <int kRows, int kWidth, bool kFull, class Value, class Stored, class Present,
+          class Between = Nothing>
 STEADYNORM_HD Node micro_batch(const Value& x, const Stored& stored, const Present& present_at, int count,
                                const Between& between = {}) {
   const int n = kFull ? kRows * kWidth : count;
@@ -109,12 +111,12 @@ STEADYNORM_HD Node micro_batch(const Value& x, const Stored& stored, const Prese
     return Pair{e, e * e};
   });
   if (is_reliable(q)) return without_count(micro_batch_moments(n, m, d, q));
-  // Constant values are the common case here (the background of a volume), and need no double: their sum is exact.
+  // Constant values are the common case here (the background of a volume), and need no double: their sum is
+  // exact.
   bool constant = q == 0;
   STEADYNORM_UNROLL
-  for (int v = 0; v < kRows; ++v)
-    STEADYNORM_UNROLL
-    for (int j = 0; j < kWidth; ++j) constant = constant && (!(kFull || present_at(v, j)) || x(v, j) == m);
+  for (int v = 0; v < kRows; ++v) STEADYNORM_UNROLL
+  for (int j = 0; j < kWidth; ++j) constant = constant && (!(kFull || present_at(v, j)) || x(v, j) == m);
   if (constant) return {static_cast<double>(m) + 0.0, 0.0};
   return micro_batch_in_double<kRows, kWidth>(stored, present_at, n);
 }
@@ -155,7 +157,8 @@ STEADYNORM_HD ChannelSums merge_positions(const ChannelSums& a, const ChannelSum
   return kFull || nb > 0 ? merge(a, b) : a;
 }
 
-// Values of lane `lane` in a contiguous leaf of `length` values: (v, j) is there when j < lane_rest(...) of its row.
+// Values of lane `lane` in a contiguous leaf of `length` values: (v, j) is there when j < lane_rest(...) of
+// its row.
 STEADYNORM_HD int lane_rest(int length, int lane, int v) { return length - kLeafRow * v - kLaneWidth * lane; }
 
 STEADYNORM_HD int lane_count(int length, int lane) {
@@ -167,9 +170,10 @@ STEADYNORM_HD int lane_count(int length, int lane) {
   return count;
 }
 
-// The aligned binary tree over nodes that come one by one, as a binary counter: levels[l] holds the node of 2^l of them.
-// push is called for index = 0, 1, ...; the root is then what a level that is not there leaves unchanged. The levels lie
-// `stride` apart. Every node but the last has `full` values, all together have `total`.
+// The aligned binary tree over nodes that come one by one, as a binary counter: levels[l] holds the node of
+// 2^l of them. push is called for index = 0, 1, ...; the root is then what a level that is not there leaves
+// unchanged. The levels lie `stride` apart. Every node but the last has `full` values, all together have
+// `total`.
 template <class Integer>
 STEADYNORM_HD void push_node(Node* levels, int stride, Integer index, Moments node, double full) {
   for (; index & 1; index >>= 1, levels += stride, full *= 2) node = merge(with_count(*levels, full), node);
@@ -177,7 +181,8 @@ STEADYNORM_HD void push_node(Node* levels, int stride, Integer index, Moments no
 }
 
 template <class Integer>
-STEADYNORM_HD Moments root_of_nodes(const Node* levels, int stride, Integer count, double full, double total) {
+STEADYNORM_HD Moments root_of_nodes(const Node* levels, int stride, Integer count, double full,
+                                    double total) {
   for (; !(count & 1); count >>= 1, full *= 2) levels += stride;
   Moments node = with_count(*levels, total - static_cast<double>(count - 1) * full);
   for (count >>= 1; count; count >>= 1) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which part of a problem a block or a warp works on. Shared by the kernels and by the plan's test, which counts that
-// every part is covered once.
+// Which part of a problem a block or a warp works on. Shared by the kernels and by the plan's test, which
+// counts that every part is covered once.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,9 @@ struct Divisor {
   Divisor() = default;
   explicit Divisor(std::int64_t d) : divisor(d) {
     while (shift < 63 && (std::int64_t{1} << (shift - 31)) < d) ++shift;
-    if (shift < 63) multiplier = static_cast<std::uint32_t>((std::uint64_t{1} << shift) / static_cast<std::uint64_t>(d) + 1);
+    if (shift < 63)
+      multiplier =
+          static_cast<std::uint32_t>((std::uint64_t{1} << shift) / static_cast<std::uint64_t>(d) + 1);
   }
   STEADYNORM_HD std::uint32_t quotient(std::uint32_t n) const {
     return static_cast<std::uint32_t>((std::uint64_t{n} * multiplier) >> shift);
@@ -43,7 +45,9 @@ struct Divisor {
 };
 
 STEADYNORM_HD Split split(std::int64_t a, const Divisor& b) {
-  const std::int64_t q = (a >> 31) == 0 && b.shift < 63 ? std::int64_t{b.quotient(static_cast<std::uint32_t>(a))} : a / b.divisor;
+  const std::int64_t q = (a >> 31) == 0 && b.shift < 63
+                             ? std::int64_t{b.quotient(static_cast<std::uint32_t>(a))}
+                             : a / b.divisor;
   return {q, a - q * b.divisor};
 }
 
@@ -61,13 +65,20 @@ struct Dimensions {
 
 inline Dimensions dimensions_of(const Problem& p) {
   const Tree tree = tree_of(p);
-  return {p.samples,           p.channels,                     p.groups,
-          p.positions,         p.channels_per_group(),         tree,
-          Divisor(p.channels), Divisor(p.channels_per_group()), Divisor(tree.spatial_units),
+  return {p.samples,
+          p.channels,
+          p.groups,
+          p.positions,
+          p.channels_per_group(),
+          tree,
+          Divisor(p.channels),
+          Divisor(p.channels_per_group()),
+          Divisor(tree.spatial_units),
           Divisor(tree.roots())};
 }
 
-// contiguous: unit `index` in memory order. begin is its first element, root its place among all groups' roots.
+// contiguous: unit `index` in memory order. begin is its first element, root its place among all groups'
+// roots.
 struct ContiguousUnit {
   std::int64_t begin, length, root;
 };
@@ -86,7 +97,9 @@ STEADYNORM_HD ContiguousUnit contiguous_unit(const Dimensions& d, std::int64_t i
 }
 
 // Backward sums, contiguous: one channel at a time. root = channel row * spatial units + spatial unit.
-STEADYNORM_HD std::int64_t contiguous_sum_units(const Dimensions& d) { return d.N * d.C * d.tree.spatial_units; }
+STEADYNORM_HD std::int64_t contiguous_sum_units(const Dimensions& d) {
+  return d.N * d.C * d.tree.spatial_units;
+}
 
 struct ChannelUnit {
   std::int64_t row, begin, length;  // row = n * C + c
@@ -103,7 +116,8 @@ struct SlabUnit {
   std::int64_t n, unit, channel_begin, channel_end;
 };
 
-// A slab is `slab` channels in a row, or, for the statistics of groups larger than a channel unit, one channel unit.
+// A slab is `slab` channels in a row, or, for the statistics of groups larger than a channel unit, one
+// channel unit.
 STEADYNORM_HD SlabUnit slab_unit(const Dimensions& d, const Columns& columns, std::int64_t index) {
   const Split slab = split(index, columns.slabs);
   const Split unit = split(slab.quotient, d.by_spatial_units);
@@ -120,7 +134,10 @@ STEADYNORM_HD SlabUnit slab_unit(const Dimensions& d, const Columns& columns, st
   return r;
 }
 
-// Where channel c of a slab lies among a lane's nodes in shared memory: neighbouring threads, neighbouring nodes.
-STEADYNORM_HD int column_of(const Columns& p, int c) { return c % kColumnWidth * p.columns + c / kColumnWidth; }
+// Where channel c of a slab lies among a lane's nodes in shared memory: neighbouring threads, neighbouring
+// nodes.
+STEADYNORM_HD int column_of(const Columns& p, int c) {
+  return c % kColumnWidth * p.columns + c / kColumnWidth;
+}
 
 }  // namespace steadynorm::cuda
