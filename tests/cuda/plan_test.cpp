@@ -65,7 +65,7 @@ TEST(CudaPlan, ChannelsOfAVectorStayTogetherInTheNamedCases) {
       p.x = p.y = dtype;
       const Plan plan = choose_plan(p, kDevices[1]);
       EXPECT_TRUE(plan.columns.vectors && plan.sum_columns.vectors) << c.name;
-      EXPECT_EQ(plan.columns.slab % plan.columns.width, 0) << c.name;
+      EXPECT_EQ(plan.columns.slab % kColumnWidth, 0) << c.name;
     }
   }
 }
@@ -74,7 +74,10 @@ TEST(CudaPlan, ChannelsOfAVectorStayTogetherInTheNamedCases) {
 void expect_contiguous_units_cover(const Problem& p, const Plan& plan) {
   const Dimensions d = dimensions_of(p);
   ASSERT_EQ(plan.runs.warps % plan.runs.runs_per_unit, 0);
-  EXPECT_GE(plan.statistics.blocks * (plan.runs.warps / plan.runs.runs_per_unit), contiguous_units(d))
+  const std::int64_t units_of_block = plan.runs.leaves > 0 ? std::int64_t{plan.runs.warps} * plan.runs.leaves
+                                                           : plan.runs.warps / plan.runs.runs_per_unit;
+  EXPECT_GE(plan.statistics.blocks * units_of_block, contiguous_units(d)) << describe(p);
+  EXPECT_GE(plan.sums.blocks * (plan.sum_runs.warps / plan.sum_runs.runs_per_unit), contiguous_sum_units(d))
       << describe(p);
   EXPECT_GE(plan.runs.runs_per_unit * plan.runs.leaves_per_run * kContiguousLeaf,
             d.tree.unit_channels == 1 ? d.tree.unit_positions : d.tree.unit_channels * d.S)
@@ -108,7 +111,7 @@ void expect_contiguous_units_cover(const Problem& p, const Plan& plan) {
 void expect_slabs_cover(const Problem& p, const Columns& columns, const Launch& launch, bool whole_units) {
   const Dimensions d = dimensions_of(p);
   EXPECT_EQ(launch.blocks, d.N * d.tree.spatial_units * columns.slabs);
-  EXPECT_GE(columns.columns * columns.width, columns.slab) << describe(p);
+  EXPECT_GE(columns.columns * kColumnWidth, columns.slab) << describe(p);
   EXPECT_EQ(columns.lanes & (columns.lanes - 1), 0);
   EXPECT_GE(columns.rounds * columns.lanes * d.tree.leaf_positions, std::min(d.tree.unit_positions, d.S))
       << describe(p);
@@ -119,7 +122,7 @@ void expect_slabs_cover(const Problem& p, const Columns& columns, const Launch& 
     ASSERT_EQ(slab.channel_begin, next) << describe(p);
     next = slab.channel_end;
     ASSERT_LE(slab.channel_end - slab.channel_begin, columns.slab) << describe(p);
-    if (columns.vectors) EXPECT_EQ(slab.channel_begin % columns.width, 0) << describe(p);
+    if (columns.vectors) EXPECT_EQ(slab.channel_begin % kColumnWidth, 0) << describe(p);
     if (whole_units)
       for (const std::int64_t border : {slab.channel_begin, slab.channel_end})
         EXPECT_TRUE(border % d.D == 0 || border % d.D % kChannelBlock == 0) << describe(p);
