@@ -112,6 +112,8 @@ sanitize: preflight-sanitize
 	ctest --preset sanitize $(ARGS)
 
 test-gpu: preflight-test-gpu $(package) $(test_tools)
+	@cmake -S . -B $(build) -DSTEADYNORM_TESTS=ON >/dev/null
+	@cmake --build $(build) --target cuda_test
 	@$(python) tests/cuda/run_gpu.py $(ARGS)
 
 bench: preflight-bench $(package)

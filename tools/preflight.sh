@@ -73,7 +73,10 @@ need_clang_tools() {
 }
 
 case $goal in
-  build | demo | test-gpu | bench) need_compiler; need_cmake; need_python ;;
+  build | demo | bench) need_compiler; need_cmake; need_python ;;
+  test-gpu)
+    need_compiler; need_cmake; need_python
+    [ "$venv" = system ] || need_googletest ;;
   test)
     need_compiler; need_cmake; need_python; need_python_headers
     # A machine without a registry may lack these: tests/run.py then counts what needs them as skipped.

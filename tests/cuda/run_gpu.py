@@ -99,8 +99,6 @@ def run_cpp(options: argparse.Namespace, work: Path) -> list[Outcome]:
 def run_python(options: argparse.Namespace, work: Path) -> list[Outcome]:
     report = work / "python.xml"
     targets = [str(path) for path in sorted((ROOT / "tests/cuda").glob("test_gpu_*.py"))]
-    if (ROOT / "tests/python").is_dir():
-        targets.insert(0, "tests/python")
     command = [
         sys.executable,
         "-m",
