@@ -111,6 +111,14 @@ def site_ms(
     return statistics.median(times[2:])
 
 
+def rest_ms(step: dict | None, norm: float | None) -> float | None:
+    """A step's median without its GroupNorms, or None where there is no telling: the sites are timed after
+    training, and a machine that is busier then makes them longer than the step that they are a part of."""
+    if step is None or norm is None or norm > step["median"]:
+        return None
+    return step["median"] - norm
+
+
 def partner(model: nn.Module, name: str) -> nn.Module:
     """The activation that stands beside the normalisation `name`."""
     return model.get_submodule(name.replace("norm", "act"))

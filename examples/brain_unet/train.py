@@ -263,7 +263,7 @@ def summarise(options, brain, arms: list[Arm], baseline: dict, interrupted: bool
             "step_ms_q3": times["q3"] if times else None,
             "peak_mib": arm.memory.peak_mib,
             "norm_ms": norm,
-            "rest_ms": times["median"] - norm if times and norm is not None else None,
+            "rest_ms": measure.rest_ms(times, norm),
             "norm_ms_by_site": arm.norm_ms,
             "losses": arm.losses,
             "step_ms": arm.step_ms,
