@@ -153,7 +153,7 @@ def run_kernels(options: argparse.Namespace) -> tuple[Outcome, dict]:
     plain = provenance.output_of(["c++filt", *mangled]) if mangled else None
     compiled = dict(zip(mangled, plain.splitlines() if plain else mangled, strict=True))
     # A metric of the launch itself: nothing is replayed, clocks are left as they are.
-    command = [ncu, "--csv", "--page", "raw", "--clock-control", "none", "--kernel-name-base", "mangled",
+    command = [ncu, "--csv", "--page", "raw", "--clock-control", "none", "--print-kernel-base", "mangled",
                "--metrics", "launch__grid_size", str(options.cpp_test)]  # fmt: skip
     status, output = execute([*command, f"--gtest_filter={options.sanitizer_filter}"], options.timeout)
     reached = reports.kernels_in_ncu(output)
