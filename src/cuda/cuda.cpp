@@ -29,9 +29,8 @@ void check(cudaError_t error, const char* what) {
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    throw Unsupported("group_norm: this build has code for compute capability " +
-                      std::string(built_architectures()) + ", got a device of " + std::to_string(major) +
-                      "." + std::to_string(minor));
+    throw Unsupported("group_norm: this build has code for compute capability " + built_architectures() +
+                      ", got a device of " + std::to_string(major) + "." + std::to_string(minor));
   }
   throw DeviceError(
       std::string("group_norm: ") + what + " failed with " + name + ": " + cudaGetErrorString(error), name);

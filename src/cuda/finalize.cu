@@ -121,14 +121,15 @@ cudaError_t launch_statistics_of_moments(const Call& call, const double* moments
   return launch(statistics_of_moments, shape, queue, call, moments, statistics);
 }
 
-#define STEADYNORM_TEXT_OF(...) #__VA_ARGS__
-#define STEADYNORM_TEXT(...) STEADYNORM_TEXT_OF(__VA_ARGS__)
-
-const char* built_architectures() {
+std::string built_architectures() {
 #if defined(__CUDA_ARCH_LIST__)
-  return STEADYNORM_TEXT((__CUDA_ARCH_LIST__));
+  std::string list;
+  for (const int architecture : {__CUDA_ARCH_LIST__})  // 900 is 9.0
+    list += (list.empty() ? "" : ", ") + std::to_string(architecture / 100) + "." +
+            std::to_string(architecture / 10 % 10);
+  return list;
 #else
-  return "(unknown)";
+  return "no device";
 #endif
 }
 

@@ -4,6 +4,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <string>
+
 #include "core/formulas.h"
 #include "cuda/plan.h"
 #include "cuda/work.h"
@@ -75,7 +77,7 @@ cudaError_t input_gradient_contiguous_of(const BackwardCall&, const Plan&, const
 template <Activation>
 cudaError_t input_gradient_channels_last_of(const BackwardCall&, const Plan&, const Queue&);
 
-// The compute capabilities that this library was built for.
-const char* built_architectures();
+// "8.0, 9.0": the compute capabilities that this library has code for.
+std::string built_architectures();
 
 }  // namespace steadynorm::cuda

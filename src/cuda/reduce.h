@@ -9,14 +9,6 @@
 #include "core/formulas.h"
 #include "core/tree.h"
 
-#if defined(__CUDA_ARCH__)
-#define STEADYNORM_UNROLL _Pragma("unroll")
-#define STEADYNORM_NO_UNROLL _Pragma("unroll 1")
-#else
-#define STEADYNORM_UNROLL
-#define STEADYNORM_NO_UNROLL
-#endif
-
 namespace steadynorm::cuda {
 
 // A node of a statistics tree; its count is a function of its place.
@@ -76,29 +68,31 @@ STEADYNORM_HD auto micro_batch_sum(const Value& value) {
 template <int kRows, int kWidth, class Stored, class Present>
 STEADYNORM_HD Node micro_batch_in_double(const Stored& stored, const Present& present_at, int n) {
   double sum = 0;
-  STEADYNORM_NO_UNROLL
-  for (int v = 0; v < kRows; ++v) STEADYNORM_NO_UNROLL
-  for (int j = 0; j < kWidth; ++j)
-    if (present_at(v, j)) sum += static_cast<double>(stored(v, j));
+#if defined(__CUDA_ARCH__)
+#pragma unroll 1
+#endif
+  for (int i = 0; i < kRows * kWidth; ++i)
+    if (present_at(i / kWidth, i % kWidth)) sum += static_cast<double>(stored(i / kWidth, i % kWidth));
   const double mean = sum / n;
   double m2 = 0;
-  STEADYNORM_NO_UNROLL
-  for (int v = 0; v < kRows; ++v) STEADYNORM_NO_UNROLL
-  for (int j = 0; j < kWidth; ++j)
-    if (present_at(v, j)) {
-      const double e = static_cast<double>(stored(v, j)) - mean;
+#if defined(__CUDA_ARCH__)
+#pragma unroll 1
+#endif
+  for (int i = 0; i < kRows * kWidth; ++i)
+    if (present_at(i / kWidth, i % kWidth)) {
+      const double e = static_cast<double>(stored(i / kWidth, i % kWidth)) - mean;
       m2 += e * e;
     }
   return {mean, m2};
 }
 
-// Moments of one micro-batch. x(v, j) is +0 where present_at(v, j) is false; kFull promises that all are
-// there. The rare second computation reads the values again by stored(v, j): kept in registers, they would
-// cost every other one dearly. between() runs after x's first use.
 struct Nothing {
   STEADYNORM_HD void operator()() const {}
 };
 
+// Moments of one micro-batch. x(v, j) is +0 where present_at(v, j) is false; kFull promises that all are
+// there. The rare second computation reads the values again by stored(v, j): kept in registers, they would
+// cost every other one dearly. between() runs after x's first use.
 template <int kRows, int kWidth, bool kFull, class Value, class Stored, class Present,
           class Between = Nothing>
 STEADYNORM_HD Node micro_batch(const Value& x, const Stored& stored, const Present& present_at, int count,
@@ -114,9 +108,11 @@ STEADYNORM_HD Node micro_batch(const Value& x, const Stored& stored, const Prese
   // Constant values are the common case here (the background of a volume), and need no double: their sum is
   // exact.
   bool constant = q == 0;
-  STEADYNORM_UNROLL
-  for (int v = 0; v < kRows; ++v) STEADYNORM_UNROLL
-  for (int j = 0; j < kWidth; ++j) constant = constant && (!(kFull || present_at(v, j)) || x(v, j) == m);
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+  for (int i = 0; i < kRows * kWidth; ++i)
+    constant = constant && (!(kFull || present_at(i / kWidth, i % kWidth)) || x(i / kWidth, i % kWidth) == m);
   if (constant) return {static_cast<double>(m) + 0.0, 0.0};
   return micro_batch_in_double<kRows, kWidth>(stored, present_at, n);
 }

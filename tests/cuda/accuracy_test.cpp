@@ -163,6 +163,21 @@ TEST_F(CudaSanitizer, ForwardAndBackwardReachEveryKernel) {
         }
 }
 
+TEST_F(CudaSanitizer, FullLeavesAndGivenMoments) {
+  for (const DType x : kTypes) {
+    const Problem p = make_problem(2, 6, 3, 4096, Layout::contiguous, x);
+    const Inputs in(p, make_data(p, Kind::normal, 8));
+    const Forward forward = cuda_forward(p, in);
+    expect_same(describe(p), p, forward, run_forward(p, in));
+    const DeviceInputs inputs(in);
+    DeviceForward applied(p, inputs);
+    const DeviceArray moments(static_cast<std::size_t>(3 * p.samples * p.groups) * sizeof(double));
+    cuda::moments(p, inputs.x.get(), static_cast<double*>(moments.get()), applied.workspace.get(), nullptr);
+    cuda::apply(p, applied.arguments, static_cast<const double*>(moments.get()), nullptr);
+    expect_same(describe(p) + ", moments given", p, applied.read(p), forward);
+  }
+}
+
 TEST_F(CudaSanitizer, TreesOfEveryDepth) {
   for (const Layout layout : kLayouts) {
     const std::int64_t sizes[][4] = {{1, 2, 1, 270001}, {1, 600, 2, 65}, {2, 1200, 1, 8}, {1, 40, 4, 2050}};
