@@ -16,6 +16,9 @@ struct WithoutAutocast {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
 };
 
+// Double whatever the input: fp32 squares of 1e20 overflow, and derivatives of rsqrt of tiny variances do.
+constexpr at::ScalarType kComposed = at::kDouble;
+
 // Tensors as [N, G, D, *]. Splitting C is a view in both memory formats, and pointwise operators keep the
 // order of strides, so that channels-last data stay so.
 class Groups {
@@ -24,8 +27,7 @@ class Groups {
       : input_(a.input),
         N_(a.input.sym_size(0)),
         D_(a.channels_per_group),
-        G_(a.input.sym_size(1) / a.channels_per_group),
-        dtype_(accumulate_dtype(a.input)) {
+        G_(a.input.sym_size(1) / a.channels_per_group) {
     for (std::int64_t i = 2; i <= input_.dim(); ++i) within_.push_back(i);
   }
 
@@ -34,17 +36,17 @@ class Groups {
   Tensor split(const Tensor& t) const {  // [N, C, *]
     Sizes sizes{N_, G_, D_};
     for (std::int64_t i = 2; i < t.dim(); ++i) sizes.push_back(t.sym_size(i));
-    return t.to(dtype_).reshape_symint(sizes);
+    return t.to(kComposed).reshape_symint(sizes);
   }
 
   Tensor join(const Tensor& t) const { return t.reshape_symint(input_.sym_sizes()); }
 
   Tensor row(const Tensor& parameter) const {  // [C] or [N, C]
-    return parameter.to(dtype_).reshape_symint(shape(parameter.dim() == 2 ? N_ : SymInt(1), D_));
+    return parameter.to(kComposed).reshape_symint(shape(parameter.dim() == 2 ? N_ : SymInt(1), D_));
   }
 
   Tensor value(const Tensor& per_group) const {  // [N, G]
-    return per_group.to(dtype_).reshape_symint(shape(N_, 1));
+    return per_group.to(kComposed).reshape_symint(shape(N_, 1));
   }
 
   Tensor row_gradient(const Tensor& terms, const Tensor& parameter) const {
@@ -64,7 +66,6 @@ class Groups {
 
   const Tensor& input_;
   SymInt N_, D_, G_;
-  at::ScalarType dtype_;
   c10::SmallVector<std::int64_t, 4> within_;
 };
 
@@ -72,11 +73,8 @@ struct Normalised {
   Tensor xhat, rstd;
 };
 
-// Centred twice: the second mean is what rounding the first one lost, which matters when |mean| is far above
-// the deviation.
 Normalised normalise(const Groups& groups, const Tensor& x, double eps) {
-  Tensor centred = x - x.mean(groups.within(), true);
-  centred = centred - centred.mean(groups.within(), true);
+  const Tensor centred = x - x.mean(groups.within(), true);
   const Tensor rstd = ((centred * centred).mean(groups.within(), true) + eps).rsqrt();
   return {centred * rstd, rstd};
 }
@@ -165,7 +163,7 @@ Gradients compose_backward(const Arguments& a, const Tensor& grad_output, const 
 
 Tensor compose_moments(const Arguments& a) {
   const Groups groups(a);
-  const Tensor x = groups.split(a.input).to(at::kDouble);
+  const Tensor x = groups.split(a.input);
   const Tensor mean = x.mean(groups.within(), true);
   const Tensor centred = x - mean;
   const Tensor m2 = (centred * centred).sum(groups.within());

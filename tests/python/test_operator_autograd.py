@@ -92,6 +92,20 @@ def test_create_graph_gives_the_gradients_of_the_kernels():
                 torch.testing.assert_close(a, b.detach(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("scale", "eps"), [(1e19, 1e-5), (1e30, 1e-5), (1e-22, 0.0)])
+def test_fp32_squares_out_of_range_do_not_reach_the_composition(scale, eps):
+    x = (torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0)) * scale).requires_grad_()
+
+    def cubes(x):
+        return group_norm(x, 3, eps=eps).pow(3).sum()
+
+    (kernel,) = torch.autograd.grad(cubes(x), x)
+    (composed,) = torch.autograd.grad(cubes(x), x, create_graph=True)
+    largest = kernel.abs().max()
+    for other in (composed.detach(), torch.func.grad(cubes)(x.detach())):
+        assert ((kernel - other).abs().max() / largest).item() < 1e-5
+
+
 # --- functorch and forward mode
 
 
