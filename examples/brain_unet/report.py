@@ -99,8 +99,11 @@ def verdicts(result: dict) -> list[str]:
         lines.append(f"interrupted after {result['steps']} steps")
     dice = result["arms"]["steadynorm"]["dice"]
     beats = result["beats_baseline"]
-    word = {None: "not compared with", True: "beats", False: "DOES NOT BEAT"}[beats]
-    lines.append(f"Dice of the network {shown(dice)} {word} two intensity thresholds {base:.4f}")
+    if beats is None:
+        lines.append(f"Dice of the network not measured; two intensity thresholds reach {base:.4f}")
+    else:
+        word = "beats" if beats else f"after {result['steps']} steps does not beat"
+        lines.append(f"Dice of the network {shown(dice)} {word} two intensity thresholds {base:.4f}")
     gap = result["max_rel_loss_gap"]
     if gap is not None:
         side = "within" if gap <= LOSS_BAR else "ABOVE"

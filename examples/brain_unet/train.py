@@ -334,7 +334,8 @@ def main(argv: list[str] | None = None) -> int:
     report.write_json(result, options.out)
     print(report.table(result))
     report.write_pictures(result, brain, predicted.get("steadynorm"), options.out)
-    print(f"wrote {options.out}/report.json, report.html and PNGs")
+    pictures = ", ".join(sorted(path.name for path in options.out.glob("*.png"))) or "no picture"
+    print(f"wrote {options.out}: report.json, report.html, {pictures}")
     return 130 if interrupt.set else 0
 
 
