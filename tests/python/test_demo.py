@@ -281,3 +281,11 @@ def test_help_lists_every_option(tmp_path):
     for name in ("steps", "width", "depth", "size", "batch", "device", "out", "seed"):
         assert f"--{name}" in done.stdout
     assert "130" in done.stdout
+
+
+@pytest.mark.parametrize(("there", "device", "width", "size"), [(True, "cuda", 32, 64), (False, "cpu", 16, 32)])
+def test_a_gpu_is_used_where_there_is_one(there, device, width, size, monkeypatch, tmp_path):
+    options = part_of_demo("options")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    chosen = options.parse_options(["--out", str(tmp_path)])
+    assert (chosen.device.type, chosen.width, chosen.size) == (device, width, size)
