@@ -283,7 +283,9 @@ def test_help_lists_every_option(tmp_path):
     assert "130" in done.stdout
 
 
-@pytest.mark.parametrize(("there", "device", "width", "size"), [(True, "cuda", 32, 64), (False, "cpu", 16, 32)])
+@pytest.mark.parametrize(
+    ("there", "device", "width", "size"), [(True, "cuda", 32, 64), (False, "cpu", 16, 32)]
+)
 def test_a_gpu_is_used_where_there_is_one(there, device, width, size, monkeypatch, tmp_path):
     options = part_of_demo("options")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
