@@ -14,7 +14,8 @@ namespace {
 // again.
 bool surely(const c10::SymBool& condition) { return TORCH_GUARD_OR_FALSE(condition); }
 
-std::string name_of(at::ScalarType dtype) { return c10::getDtypeNames(dtype).first; }
+// A std::string in torch 2.11, a string_view in later ones.
+std::string name_of(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
 
 bool is_storage_type(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble;
