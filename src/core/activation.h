@@ -4,19 +4,22 @@
 // "Activations".
 #pragma once
 
+#include <limits>
+
 #include "core/numeric.h"
 #include "steadynorm/types.h"
 
 namespace steadynorm {
 
-// e^t for t <= 0, flushed to 0 below 2^-125; NaN passes.
-STEADYNORM_HD float exp_nonpositive(float t) {
+// e^t, flushed to 0 below 2^-125 and infinite from 2^127 on; NaN passes.
+STEADYNORM_HD float exponential(float t) {
 #if defined(__CUDA_ARCH__)
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(t * 1.44269504088896341f));
   return r;
 #else
   if (!(t >= -86.0f)) return t == t ? 0.0f : t;
+  if (t > 88.0f) return std::numeric_limits<float>::infinity();
   // t = k ln2 + r, |r| <= ln2 / 2, with ln2 in two parts so that r is exact; 1.5 * 2^23 rounds to the nearest
   // integer.
   const float shifted = t * 1.44269504088896341f + 12582912.0f;
@@ -44,17 +47,17 @@ STEADYNORM_HD float reciprocal(float x) {
 #endif
 }
 
-// 1 / (1 + e^-z) and its complement, each to its own relative precision.
+// 1 / (1 + e^-z) and its complement, each to its own relative precision. Where the value is 0, the complement
+// is 0 instead of 1: it is only ever multiplied by the value, and may be there by an infinity.
 struct Sigmoid {
   float value;
   float complement;
 };
 
 STEADYNORM_HD Sigmoid sigmoid(float z) {
-  const float e = exp_nonpositive(z > 0 ? -z : z);
-  const float large = reciprocal(1.0f + e);
-  const float small = e * large;
-  return z > 0 ? Sigmoid{large, small} : Sigmoid{small, large};
+  const float e = exponential(-z);
+  const float value = reciprocal(1.0f + e);
+  return {value, (e < 1e38f ? e : 1e38f) * value};
 }
 
 // The normal distribution: its integral to z, and its density at z.
@@ -65,7 +68,7 @@ struct Normal {
 
 STEADYNORM_HD Normal normal(float z) {
   const float a = z > 0 ? -z : z;
-  const float e = exp_nonpositive(a * a * -0.5f);
+  const float e = exponential(a * a * -0.5f);
   // integral(-|z|) = e^(-z^2/2) p(1 / (1 + 0.35 |z|)); minimax fit over |z| <= 14, 0.45 * 2^-24 relative
   // before rounding.
   const float t = reciprocal(1.0f - 0.35f * a);

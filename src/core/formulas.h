@@ -40,6 +40,28 @@ STEADYNORM_HD Moments micro_batch_moments(int count, float m, float d, float q) 
   return {static_cast<double>(count), static_cast<double>(m) + correction, m2 > 0 ? m2 : 0};
 }
 
+// A run of micro-batches in order: the sums of x - pivot and of its square, in double. The pivot is one of
+// the values, so that few digits of the squares cancel: at most as many as the run has values, times 2^-53.
+struct PivotSums {
+  double sum = 0;
+  double squares = 0;
+};
+
+// One more micro-batch of n values: with t = m - pivot and e = x - m, sum(e + t) = n t + d and sum((e + t)^2)
+// = q + 2 t d + n t^2.
+STEADYNORM_HD PivotSums add_micro_batch(const PivotSums& before, double n, double pivot, double m, double d,
+                                        double q) {
+  const double t = m - pivot;
+  const double sum = t * n + d;
+  return {before.sum + sum, before.squares + (q + t * (sum + d))};
+}
+
+STEADYNORM_HD Moments moments_of(const PivotSums& run, double count, double pivot) {
+  const double from_pivot = run.sum / count;
+  const double m2 = run.squares - run.sum * from_pivot;
+  return {count, pivot + from_pivot, m2 < 0 ? 0 : m2};  // a NaN stays
+}
+
 // Whether q lost nothing to overflow or underflow. Otherwise (huge, tiny or constant values, NaN) the
 // micro-batch is computed again in double from the values that are still at hand. Below 2^-100, squares begin
 // to leave fp32's range.

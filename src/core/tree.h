@@ -2,9 +2,9 @@
 // The reduction tree of a problem: a function of (D, S, layout) alone, so that no launch, thread count, batch
 // or storage type can change a bit. docs/numerics.md, "The tree", is its specification.
 //
-//   micro-batch   8 x 8 values of a lane (contiguous), 8 positions of a channel (channels_last)   fp32
-//   leaf          32 lanes of micro-batches; a run of micro-batches                                 double
-//   from here up unit          leaves of one channel or of a block of channels; its root is what is stored
+//   micro-batch   8 x 8 values of a lane (contiguous), 8 positions of a channel (channels_last)       fp32
+//   leaf          32 lanes of micro-batches; a run of micro-batches                  double from here up
+//   unit          leaves of one channel or of a block of channels; its root is what is stored
 //   group         units: over channel blocks first, then over the volume
 #pragma once
 
@@ -21,11 +21,9 @@ constexpr int kLaneWidth = 8;                  // consecutive values of a lane
 constexpr int kLeafRow = kLanes * kLaneWidth;  // 256 consecutive values, a row of a contiguous leaf
 constexpr int kContiguousLeaf = kLeafRow * kMicroBatchRows;  // 2048
 constexpr int kContiguousUnits = 128;                        // at most, along a channel
-constexpr int kChannelsLastUnits = 512;                      // at most, along the volume
-constexpr int kChannelsLastUnitPositions = 64;               // at least
-constexpr int kChannelsLastLeafPositions = 64;               // at most
-constexpr int kChannelBlock = 256;                           // channels of a channels_last unit, at most
-constexpr int kSampleBlock = 32;  // samples that dweight and dbias add before the next block
+constexpr int kUnitLeaves = 16;     // channels_last: leaves of a unit, each the work of one thread
+constexpr int kChannelBlock = 256;  // channels of a channels_last unit, at most
+constexpr int kSampleBlock = 32;    // samples that dweight and dbias add before the next block
 
 // Forward reduces units of unit_positions x unit_channels. Backward sums each channel alone, over the same
 // spatial units.
@@ -69,15 +67,20 @@ STEADYNORM_HD std::int64_t double_until(std::int64_t from, std::int64_t size, st
   return from;
 }
 
+// channels_last: of a leaf. Short ones while they are few, so that small volumes fill a device too.
+STEADYNORM_HD std::int64_t channels_last_leaf(std::int64_t positions) {
+  const std::int64_t leaf = double_until(kMicroBatchRows, positions, 1024);
+  return leaf <= 64 ? leaf : double_until(64, positions, 8192);
+}
+
 STEADYNORM_HD Tree make_tree(std::int64_t channels_per_group, std::int64_t positions, Layout layout) {
   const std::int64_t D = channels_per_group, S = positions;
   Tree tree{};
   tree.channels = D;
   tree.positions = S;
   if (layout == Layout::channels_last) {
-    tree.unit_positions = double_until(kChannelsLastUnitPositions, S, kChannelsLastUnits);
-    tree.leaf_positions = tree.unit_positions / 8 < kChannelsLastLeafPositions ? tree.unit_positions / 8
-                                                                               : kChannelsLastLeafPositions;
+    tree.leaf_positions = channels_last_leaf(S);
+    tree.unit_positions = kUnitLeaves * tree.leaf_positions;
     tree.unit_channels = D < kChannelBlock ? D : kChannelBlock;
   } else if (S >= kContiguousLeaf) {
     tree.leaf_positions = kContiguousLeaf;

@@ -144,8 +144,27 @@ void row_moments(Array x, std::int64_t offset, std::int64_t length, std::int64_t
 
 // ---- columns ----
 
-// One micro-batch of each column: `present` positions, of which rows.rounded - present are missing.
-inline void column_micro_batch(Rows& rows, ColumnNode& node) {
+// The sums of a leaf's micro-batches, of every column: PivotSums.
+struct ColumnLeaf {
+  alignas(64) float pivot[kPanel];
+  alignas(64) double sum[kPanel];
+  alignas(64) double squares[kPanel];
+};
+
+inline void add_columns(ColumnLeaf& leaf, int width, int n, const float* __restrict m,
+                        const float* __restrict d, const float* __restrict q) {
+  const float* __restrict pivot = leaf.pivot;
+  double* __restrict sum = leaf.sum;
+  double* __restrict squares = leaf.squares;
+  for (int j = 0; j < width; ++j) {
+    const PivotSums both = add_micro_batch({sum[j], squares[j]}, n, pivot[j], m[j], d[j], q[j]);
+    sum[j] = both.sum;
+    squares[j] = both.squares;
+  }
+}
+
+// One micro-batch of each column: rows.present positions, of which rows.rounded - rows.present are missing.
+inline void column_micro_batch(Rows& rows, ColumnLeaf& leaf) {
   alignas(64) static constexpr float kZeros[kPanel] = {};
   alignas(64) float m[kPanel], d[kPanel], q[kPanel];
   for (int v = rows.present; v < rows.rounded; ++v) rows.row[v] = kZeros;
@@ -158,35 +177,21 @@ inline void column_micro_batch(Rows& rows, ColumnNode& node) {
   for (int v = rows.present; v < rows.rounded; ++v) rows.row[v] = m;
   dispatch_rows(rows.rounded, [&](auto r) { sum_deviations<r.value>(rows, m, d, q); });
 
-  node.count = rows.present;
-  double* __restrict mean = node.first;
-  double* __restrict m2 = node.second;
   int unreliable = 0;
   for (int j = 0; j < rows.width; ++j) unreliable += !is_reliable(q[j]);
-  if (rows.present == kMicroBatchRows) {
-    for (int j = 0; j < rows.width; ++j) {
-      const Moments column = micro_batch_moments(kMicroBatchRows, m[j], d[j], q[j]);
-      mean[j] = column.mean;
-      m2[j] = column.m2;
-    }
-  } else {
-    for (int j = 0; j < rows.width; ++j) {
-      const Moments column = micro_batch_moments(rows.present, m[j], d[j], q[j]);
-      mean[j] = column.mean;
-      m2[j] = column.m2;
-    }
-  }
-  if (unreliable == 0) return;
+  if (unreliable == 0) return add_columns(leaf, rows.width, rows.present, m, d, q);
   for (int j = 0; j < rows.width; ++j) {
     bool exact = is_reliable(q[j]);
     if (!exact) {
       exact = q[j] == 0;  // when all values equal m, q = d = 0 are right
       for (int v = 0; v < rows.present; ++v) exact &= rows.row[v][j] == m[j];
     }
-    if (exact) continue;
-    const Moments column = exact_moments(rows.present, [&](int v) { return rows.row[v][j]; });
-    mean[j] = column.mean;
-    m2[j] = column.m2;
+    const Moments column =
+        exact ? Moments{0, m[j], q[j]} : exact_moments(rows.present, [&](int v) { return rows.row[v][j]; });
+    const PivotSums both = add_micro_batch({leaf.sum[j], leaf.squares[j]}, rows.present, leaf.pivot[j],
+                                           column.mean, exact ? d[j] : 0.0, column.m2);
+    leaf.sum[j] = both.sum;
+    leaf.squares[j] = both.squares;
   }
 }
 
@@ -194,7 +199,8 @@ void column_moments(Array x, const Tile& tile, std::int64_t leaf_positions, Mome
   alignas(64) float buffer[kMicroBatchRows][kPanel];
   ColumnTree<merge_column_moments> tree;
   const int width = static_cast<int>(tile.width);
-  ColumnNode leaf, micro_batch;
+  ColumnLeaf leaf;
+  ColumnNode node;
   for (std::int64_t begin = 0; begin < tile.rows; begin += leaf_positions) {
     const std::int64_t end = begin + leaf_positions < tile.rows ? begin + leaf_positions : tile.rows;
     for (std::int64_t s = begin; s < end; s += kMicroBatchRows) {
@@ -204,10 +210,20 @@ void column_moments(Array x, const Tile& tile, std::int64_t leaf_positions, Mome
       rows.width = width;
       for (int v = 0; v < rows.present; ++v)
         rows.row[v] = load(x, tile.offset + (s + v) * tile.stride, width, buffer[v]);
-      column_micro_batch(rows, s == begin ? leaf : micro_batch);
-      if (s != begin) merge_column_moments(leaf, micro_batch, width);
+      if (s == begin)
+        for (int j = 0; j < width; ++j) {
+          leaf.pivot[j] = rows.row[0][j];
+          leaf.sum[j] = leaf.squares[j] = 0;
+        }
+      column_micro_batch(rows, leaf);
     }
-    tree.push(leaf, width);
+    node.count = static_cast<double>(end - begin);
+    for (int j = 0; j < width; ++j) {
+      const Moments both = moments_of({leaf.sum[j], leaf.squares[j]}, node.count, leaf.pivot[j]);
+      node.first[j] = both.mean;
+      node.second[j] = both.m2;
+    }
+    tree.push(node, width);
   }
   const ColumnNode& root = tree.root(width);
   for (int j = 0; j < width; ++j) moments[j] = {root.count, root.first[j], root.second[j]};

@@ -100,7 +100,7 @@ __device__ void group_mean(const BackwardCall& call, std::int64_t block, int seg
 
 __device__ __forceinline__ void store_parameter(void* to, DType dtype, std::int64_t i, float value) {
   const float values[1] = {value};
-  store<1>(to, dtype, i, values, false, 1, 0);
+  store<1>(to, dtype, i, values, false, 1);
 }
 
 // [C]: blocks of 32 samples, each from 0 in order; then the blocks in order.

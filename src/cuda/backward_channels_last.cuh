@@ -15,7 +15,7 @@ template <class T, class U, Activation A>
 __device__ __forceinline__ void channels_last_leaf_sums(ChannelSums (&leaf)[kColumnWidth], const T* x,
                                                         const U* dy, std::int64_t pitch, int rows,
                                                         int channels, Coefficients (&c)[kColumnWidth],
-                                                        bool aligned, std::uint64_t policy) {
+                                                        bool aligned) {
   constexpr int W = kColumnWidth;
   // The first is not added to zeros: it may be -0.
   const auto sum = [](const ChannelSums& before, int first, const Pair& sums) {
@@ -26,27 +26,17 @@ __device__ __forceinline__ void channels_last_leaf_sums(ChannelSums (&leaf)[kCol
   if (aligned) {
 #pragma unroll 1
     for (; first + kMicroBatchRows <= rows; first += kMicroBatchRows) {
-      // Half a micro-batch at a time: the tree adds the halves last, and a whole one would take more
-      // registers.
-      constexpr int kHalf = kMicroBatchRows / 2;
-      Pair sums[W];
+      Packed<T, W> raw_x[kMicroBatchRows];
+      Packed<U, W> raw_dy[kMicroBatchRows];
+      load_rows(raw_x, x, pitch, Hint::last);
+      load_rows(raw_dy, dy, pitch, Hint::last);
+      x += kMicroBatchRows * pitch, dy += kMicroBatchRows * pitch;
 #pragma unroll
-      for (int half = 0; half < 2; ++half, x += kHalf * pitch, dy += kHalf * pitch) {
-        Packed<T, W> raw_x[kHalf];
-        Packed<U, W> raw_dy[kHalf];
-        load_rows(raw_x, x, pitch, policy);
-        load_rows(raw_dy, dy, pitch, policy);
-#pragma unroll
-        for (int j = 0; j < W; ++j) {
-          const Pair part = tree_sum<kHalf>([&](int v) {
-            const Gradient g = backward_value<A>(raw_x[v][j], raw_dy[v][j], c[j]);
-            return Pair{g.dz, g.dz * g.normalized};
-          });
-          sums[j] = half == 0 ? part : sums[j] + part;
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < W; ++j) leaf[j] = sum(leaf[j], first, sums[j]);
+      for (int j = 0; j < W; ++j)
+        leaf[j] = sum(leaf[j], first, tree_sum<kMicroBatchRows>([&](int v) {
+                        const Gradient g = backward_value<A>(raw_x[v][j], raw_dy[v][j], c[j]);
+                        return Pair{g.dz, g.dz * g.normalized};
+                      }));
     }
   }
   // What is ragged or misaligned: a channel at a time.
@@ -59,12 +49,11 @@ __device__ __forceinline__ void channels_last_leaf_sums(ChannelSums (&leaf)[kCol
       const Coefficients own = c[0];
       ChannelSums node = leaf[0];
       if (j < channels) {
-        float values[kMicroBatchRows], gradients[kMicroBatchRows];
-        load_column(values, x + j, pitch, count);
-        load_column(gradients, dy + j, pitch, count);
         node = sum(node, first, tree_sum<kMicroBatchRows>([&](int v) {
-                     const Gradient g = backward_value<A>(values[v], gradients[v], own);
-                     return v < count ? Pair{g.dz, g.dz * g.normalized} : Pair{0.0f, 0.0f};
+                     if (v >= count) return Pair{0.0f, 0.0f};
+                     const Gradient g =
+                         backward_value<A>(to_fp32(x[v * pitch + j]), to_fp32(dy[v * pitch + j]), own);
+                     return Pair{g.dz, g.dz * g.normalized};
                    }));
       }
       rotate(leaf, node);
@@ -73,21 +62,18 @@ __device__ __forceinline__ void channels_last_leaf_sums(ChannelSums (&leaf)[kCol
   }
 }
 
-// Registers, again by more threads than a block has: 96 or 128, or 168 for wide rows through a curve.
-constexpr int sums_bound(Activation a, std::size_t bytes) {
-  const bool straight = a == Activation::none;
-  return kReductionBound - (straight ? 0 : 128) - (bytes == 4 ? 0 : 128);
-}
+// Threads of an SM that registers are for: 128 of them for each, and more where both x and dy are wide.
+template <class T, class U>
+constexpr int kSumsBound = sizeof(T) + sizeof(U) == 8 ? 384 : 512;
 
-// Shared memory: see reduce_leaves; before that, the coefficients.
+// Shared memory: the nodes of the leaves; before that, the coefficients.
 template <class T, class U, Activation A>
-__global__ void __launch_bounds__(sums_bound(A, sizeof(T) + sizeof(U)))
-    sums_channels_last(const BackwardCall call, const Columns p, const Hint hint) {
+__global__ void __launch_bounds__(kSumsBound<T, U>)
+    sums_channels_last(const BackwardCall call, const Columns p) {
   constexpr int W = kColumnWidth;
   BackwardCoefficients* const coefficients = shared_memory<BackwardCoefficients>();
   release_next();
   wait_for_previous();
-  const std::uint64_t policy = make_policy(hint);
   const Tree& tree = call.d.tree;
   const SlabUnit place = slab_unit(call.d, p, blockIdx.x);
   const ColumnPlace at = column_place(p);
@@ -114,7 +100,7 @@ __global__ void __launch_bounds__(sums_bound(A, sizeof(T) + sizeof(U)))
       [&](int leaf_begin, int rows, ChannelSums(&leaf)[W]) {
         channels_last_leaf_sums<T, U, A>(leaf, static_cast<const T*>(call.x) + offset + leaf_begin * C,
                                          static_cast<const U*>(call.dy) + offset + leaf_begin * C, C, rows,
-                                         own, c, aligned, policy);
+                                         own, c, aligned);
       },
       [&](int channel, const ChannelSums& sums) {
         if (channel < channels)
@@ -127,26 +113,24 @@ __device__ __forceinline__ void write_gradient_row(T* dx, const Packed<T, kColum
                                                    const Packed<U, kColumnWidth>& dy,
                                                    const Coefficients (&c)[kColumnWidth],
                                                    const GroupMeans (&means)[kColumnWidth], int channels,
-                                                   bool aligned, std::uint64_t policy) {
+                                                   bool aligned) {
   float values[kColumnWidth];
 #pragma unroll
   for (int j = 0; j < kColumnWidth; ++j) {
     const Gradient g = backward_value<A>(x[j], dy[j], c[j]);
     values[j] = input_gradient(c[j].weight, g.dz, g.normalized, means[j], c[j].statistics.rstd);
   }
-  store(dx, values, aligned, channels, policy);
+  store(dx, values, aligned, channels);
 }
 
 template <class T, class U, Activation A>
 __global__ void __launch_bounds__(kColumnThreads, sizeof(T) + sizeof(U) == 4 ? 3 : 2)
-    input_gradient_channels_last(const BackwardCall call, const Sweep sweep, const bool vectors,
-                                 const Hint store_hint) {
+    input_gradient_channels_last(const BackwardCall call, const Sweep sweep, const bool vectors) {
   constexpr int W = kColumnWidth;
   BackwardCoefficients* const shared = shared_memory<BackwardCoefficients>();
   const SweepPlace at = sweep_place(call.d, sweep);
   const bool aligned = vectors && at.channels >= W && is_aligned(call.x, kAlignment<T, W>) &&
                        is_aligned(call.dx, kAlignment<T, W>) && is_aligned(call.dy, kAlignment<U, W>);
-  const std::uint64_t load_policy = make_policy(Hint::normal), store_policy = make_policy(store_hint);
   const std::int64_t pitch = call.d.C * sweep.lanes;
   const T* x = static_cast<const T*>(call.x) + at.offset;
   const U* dy = static_cast<const U*>(call.dy) + at.offset;
@@ -156,8 +140,8 @@ __global__ void __launch_bounds__(kColumnThreads, sizeof(T) + sizeof(U) == 4 ? 3
   Packed<U, W> raw_dy[kSweepRows];
   int batches = aligned ? at.rows / kSweepRows : 0, rest = at.rows;
   const auto load_batch = [&] {
-    load_rows(raw_x, x, pitch, load_policy);
-    load_rows(raw_dy, dy, pitch, load_policy);
+    load_rows(raw_x, x, pitch, Hint::none);
+    load_rows(raw_dy, dy, pitch, Hint::none);
   };
   if (batches > 0) load_batch();
   release_next();
@@ -178,27 +162,25 @@ __global__ void __launch_bounds__(kColumnThreads, sizeof(T) + sizeof(U) == 4 ? 3
   for (; batches > 0; rest -= kSweepRows) {
 #pragma unroll
     for (int v = 0; v < kSweepRows; ++v, dx += pitch)
-      write_gradient_row<A>(dx, raw_x[v], raw_dy[v], c, means, W, true, store_policy);
+      write_gradient_row<A>(dx, raw_x[v], raw_dy[v], c, means, W, true);
     x += kSweepRows * pitch, dy += kSweepRows * pitch;
     if (--batches > 0) load_batch();
   }
 #pragma unroll 1
   for (; rest > 0; --rest, x += pitch, dy += pitch, dx += pitch)
-    write_gradient_row<A>(dx, load_row(x, at.channels, aligned, load_policy),
-                          load_row(dy, at.channels, aligned, load_policy), c, means, at.channels, aligned,
-                          store_policy);
+    write_gradient_row<A>(dx, load_row(x, at.channels, aligned, Hint::none),
+                          load_row(dy, at.channels, aligned, Hint::none), c, means, at.channels, aligned);
 }
 
 }  // namespace
 
 template <Activation A>
 cudaError_t sums_channels_last_of(const BackwardCall& call, const Plan& plan, const Queue& queue) {
-  const Hint hint = plan.sticky ? Hint::last : Hint::normal;
   return dispatch(call.x_type, [&](auto x_type) {
     return dispatch(call.y_type, [&](auto y_type) {
       using T = typename decltype(x_type)::type;
       using U = typename decltype(y_type)::type;
-      return launch(sums_channels_last<T, U, A>, plan.sums, queue, call, plan.sum_columns, hint);
+      return launch(sums_channels_last<T, U, A>, plan.sums, queue, call, plan.sum_columns);
     });
   });
 }
@@ -210,8 +192,7 @@ cudaError_t input_gradient_channels_last_of(const BackwardCall& call, const Plan
       using T = typename decltype(x_type)::type;
       using U = typename decltype(y_type)::type;
       const bool vectors = call.d.C % kColumnWidth == 0;
-      return launch(input_gradient_channels_last<T, U, A>, plan.input, queue, call, plan.gradient, vectors,
-                    Hint::normal);
+      return launch(input_gradient_channels_last<T, U, A>, plan.input, queue, call, plan.gradient, vectors);
     });
   });
 }

@@ -15,7 +15,7 @@ constexpr int kHalf = 4;  // rows of x and dy that a lane holds at a time
 // The sums of one lane's micro-batch in a leaf of `length` values of one channel.
 template <class T, class U, Activation A, int kRows, bool kFull>
 __device__ __forceinline__ Pair lane_sums(const T* x, const U* dy, int length, int lane,
-                                          const Coefficients& c, std::uint64_t policy) {
+                                          const Coefficients& c) {
   constexpr int kCount = kRows < kHalf ? kRows : kHalf;
   const bool aligned_x = is_aligned(x, kAlignment<T, kLaneWidth>),
              aligned_dy = is_aligned(dy, kAlignment<U, kLaneWidth>);
@@ -24,8 +24,8 @@ __device__ __forceinline__ Pair lane_sums(const T* x, const U* dy, int length, i
   for (int first = 0; first < kRows; first += kCount) {
     Packed<T, kLaneWidth> raw_x[kCount];
     Packed<U, kLaneWidth> raw_dy[kCount];
-    load_leaf_rows<T, kCount>(raw_x, x, first, length, lane, aligned_x, policy);
-    load_leaf_rows<U, kCount>(raw_dy, dy, first, length, lane, aligned_dy, policy);
+    load_leaf_rows<T, kCount>(raw_x, x, first, length, lane, aligned_x);
+    load_leaf_rows<U, kCount>(raw_dy, dy, first, length, lane, aligned_dy);
 #pragma unroll
     for (int j = 0; j < kLaneWidth; ++j) {
       const Pair part = tree_sum<kCount>([&](int v) {
@@ -42,10 +42,9 @@ __device__ __forceinline__ Pair lane_sums(const T* x, const U* dy, int length, i
 
 template <class T, class U, Activation A, int kRows>
 __device__ __forceinline__ ChannelSums contiguous_leaf_sums(const T* x, const U* dy, int length, int lane,
-                                                            const Coefficients& c, std::uint64_t policy) {
-  const Pair sums = length == kRows * kLeafRow
-                        ? lane_sums<T, U, A, kRows, true>(x, dy, length, lane, c, policy)
-                        : lane_sums<T, U, A, kRows, false>(x, dy, length, lane, c, policy);
+                                                            const Coefficients& c) {
+  const Pair sums = length == kRows * kLeafRow ? lane_sums<T, U, A, kRows, true>(x, dy, length, lane, c)
+                                               : lane_sums<T, U, A, kRows, false>(x, dy, length, lane, c);
   const int lanes = length >= kLeafRow ? kLanes : (length + kLaneWidth - 1) / kLaneWidth;
   return warp_tree(ChannelSums{sums.first, sums.second}, kLanes, lanes);
 }
@@ -54,11 +53,10 @@ __device__ __forceinline__ ChannelSums contiguous_leaf_sums(const T* x, const U*
 // gelu_tanh needs a few registers more than the 128 that two blocks on an SM leave.
 template <class T, class U, Activation A, int kRows>
 __global__ void __launch_bounds__(kLeafWarps* kLanes, A == Activation::gelu_tanh ? 1 : 2)
-    sums_contiguous(const BackwardCall call, const Runs runs, const Hint hint) {
+    sums_contiguous(const BackwardCall call, const Runs runs) {
   ChannelSums* const nodes = shared_memory<ChannelSums>();
   release_next();
   wait_for_previous();
-  const std::uint64_t policy = make_policy(hint);
   const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const std::int64_t units = contiguous_sum_units(call.d);
   const std::int64_t index =
@@ -83,7 +81,7 @@ __global__ void __launch_bounds__(kLeafWarps* kLanes, A == Activation::gelu_tanh
       const int begin = run_begin + leaf * kContiguousLeaf;
       const int length = present(begin, begin + kContiguousLeaf, unit_length);
       if (length == 0) break;
-      node = contiguous_leaf_sums<T, U, A, kRows>(x + begin, dy + begin, length, lane, c, policy);
+      node = contiguous_leaf_sums<T, U, A, kRows>(x + begin, dy + begin, length, lane, c);
       if (runs.leaves_per_run > 1 && lane == 0) push_node(levels, 1, leaf, node);
     }
     if (runs.leaves_per_run > 1 && lane == 0 && leaf > 0) node = root_of_nodes(levels, 1, leaf);
@@ -116,7 +114,6 @@ __global__ void __launch_bounds__(kTileThreads, 3)
   float4* const rows = shared_memory<float4>();
   const std::uint32_t thread = threadIdx.x;
   const Tile tile = tile_of(tiles, sweep);
-  const std::uint64_t policy = make_policy(Hint::normal);
 
   const std::int64_t first = std::int64_t{tile.begin + thread} * W;
   const T* x = static_cast<const T*>(call.x) + first;
@@ -127,8 +124,8 @@ __global__ void __launch_bounds__(kTileThreads, 3)
 #pragma unroll
   for (int v = 0; v < kTileVectors; ++v)
     if (v * kTileThreads + thread < tile.count) {
-      raw_x[v] = load<T, W>(x + v * kTileThreads * W, policy);
-      raw_dy[v] = load<U, W>(dy + v * kTileThreads * W, policy);
+      raw_x[v] = load<T, W>(x + v * kTileThreads * W, Hint::none);
+      raw_dy[v] = load<U, W>(dy + v * kTileThreads * W, Hint::none);
     }
   release_next();
   wait_for_previous();
@@ -154,14 +151,14 @@ __global__ void __launch_bounds__(kTileThreads, 3)
       const Gradient g = backward_value<A>(raw_x[v][j], raw_dy[v][j], c);
       values[j] = input_gradient(c.weight, g.dz, g.normalized, {b.z, b.w}, c.statistics.rstd);
     }
-    store(dx + v * kTileThreads * W, values, true, W, policy);
+    store(dx + v * kTileThreads * W, values, true, W);
   }
 }
 
 // The same for any S and any address.
 template <class T, class U, Activation A>
 __global__ void __launch_bounds__(kTileThreads, 2)
-    input_gradient_contiguous(const BackwardCall call, const Sweep sweep, const Hint store_hint) {
+    input_gradient_contiguous(const BackwardCall call, const Sweep sweep) {
   constexpr int W = 16 / sizeof(T);
   constexpr int kTile = kTileThreads * kTileVectors * W;
   const std::int64_t total = call.d.N * call.d.C * call.d.S, S = call.d.S;
@@ -169,7 +166,6 @@ __global__ void __launch_bounds__(kTileThreads, 2)
   const std::int64_t begin = tile * kTile;
   const bool aligned = is_aligned(call.x, 16), aligned_dy = is_aligned(call.dy, 16),
              aligned_dx = is_aligned(call.dx, 16);
-  const std::uint64_t load_policy = make_policy(Hint::normal), store_policy = make_policy(store_hint);
 
   Packed<T, W> raw_x[kTileVectors];
   Packed<U, W> raw_dy[kTileVectors];
@@ -179,8 +175,8 @@ __global__ void __launch_bounds__(kTileThreads, 2)
     const std::int64_t valid = total - begin - offset;
     const T* x = static_cast<const T*>(call.x) + begin + offset;
     const U* dy = static_cast<const U*>(call.dy) + begin + offset;
-    raw_x[v] = aligned && valid >= W ? load<T, W>(x, load_policy) : load_some<T, W>(x, valid);
-    raw_dy[v] = aligned_dy && valid >= W ? load<U, W>(dy, load_policy) : load_some<U, W>(dy, valid);
+    raw_x[v] = aligned && valid >= W ? load<T, W>(x, Hint::none) : load_some<T, W>(x, valid);
+    raw_dy[v] = aligned_dy && valid >= W ? load<U, W>(dy, Hint::none) : load_some<U, W>(dy, valid);
   }
   release_next();
   const TilePlace first = tile_place(begin, S);
@@ -221,7 +217,7 @@ __global__ void __launch_bounds__(kTileThreads, 2)
         dx[j] = gradient(raw_x[v][j], raw_dy[v][j]);
       }
     }
-    store(static_cast<T*>(call.dx) + begin + offset, dx, aligned_dx && valid >= W, valid, store_policy);
+    store(static_cast<T*>(call.dx) + begin + offset, dx, aligned_dx && valid >= W, valid);
   }
 }
 
@@ -229,15 +225,13 @@ __global__ void __launch_bounds__(kTileThreads, 2)
 
 template <Activation A>
 cudaError_t sums_contiguous_of(const BackwardCall& call, const Plan& plan, const Queue& queue) {
-  const Hint hint = plan.sticky ? Hint::last : Hint::normal;
   return dispatch(call.x_type, [&](auto x_type) {
     return dispatch(call.y_type, [&](auto y_type) {
       using T = typename decltype(x_type)::type;
       using U = typename decltype(y_type)::type;
       return call.d.S <= kLeafRow
-                 ? launch(sums_contiguous<T, U, A, 1>, plan.sums, queue, call, plan.sum_runs, hint)
-                 : launch(sums_contiguous<T, U, A, kMicroBatchRows>, plan.sums, queue, call, plan.sum_runs,
-                          hint);
+                 ? launch(sums_contiguous<T, U, A, 1>, plan.sums, queue, call, plan.sum_runs)
+                 : launch(sums_contiguous<T, U, A, kMicroBatchRows>, plan.sums, queue, call, plan.sum_runs);
     });
   });
 }
@@ -253,7 +247,7 @@ cudaError_t input_gradient_contiguous_of(const BackwardCall& call, const Plan& p
           is_aligned(call.dx, 16))
         return launch(input_gradient_tiles<T, U, A>, plan.input, queue, call, make_tiles(call.d, W),
                       plan.gradient);
-      return launch(input_gradient_contiguous<T, U, A>, plan.input, queue, call, plan.gradient, Hint::normal);
+      return launch(input_gradient_contiguous<T, U, A>, plan.input, queue, call, plan.gradient);
     });
   });
 }

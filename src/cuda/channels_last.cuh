@@ -9,34 +9,12 @@
 namespace steadynorm::cuda {
 
 constexpr int kSweepRows = 4;  // rows that a thread of a sweep loads before it uses the first
-constexpr int kReductionBound =
-    640;  // more threads than a block has: room for 96 registers, five blocks of 128 on an SM
-
-__device__ __forceinline__ void push(Node* levels, int stride, int index, const Node& node, int count,
-                                     int full) {
-  push_node(levels, stride, index, with_count(node, count), static_cast<double>(full));
-}
-
-__device__ __forceinline__ void push(ChannelSums* levels, int stride, int index, const ChannelSums& sums, int,
-                                     int) {
-  push_node(levels, stride, index, sums);
-}
-
-__device__ __forceinline__ Node root(const Node* levels, int stride, int count, int full, int total) {
-  return without_count(
-      root_of_nodes(levels, stride, count, static_cast<double>(full), static_cast<double>(total)));
-}
-
-__device__ __forceinline__ ChannelSums root(const ChannelSums* levels, int stride, int count, int, int) {
-  return root_of_nodes(levels, stride, count);
-}
-
 // kCount whole rows of a thread's channels, aligned.
 template <class T, int kCount>
 __device__ __forceinline__ void load_rows(Packed<T, kColumnWidth> (&raw)[kCount], const T* x,
-                                          std::int64_t pitch, std::uint64_t policy) {
+                                          std::int64_t pitch, Hint hint) {
 #pragma unroll
-  for (int v = 0; v < kCount; ++v, x += pitch) raw[v] = load<T, kColumnWidth>(x, policy);
+  for (int v = 0; v < kCount; ++v, x += pitch) raw[v] = load<T, kColumnWidth>(x, hint);
 }
 
 // What is ragged or misaligned: a micro-batch of one channel, or one row of a thread's. +0 for what is not
@@ -60,8 +38,8 @@ __device__ __forceinline__ void rotate(Item (&items)[kColumnWidth], const Item& 
 
 template <class T>
 __device__ __forceinline__ Packed<T, kColumnWidth> load_row(const T* x, int channels, bool aligned,
-                                                            std::uint64_t policy) {
-  return aligned ? load<T, kColumnWidth>(x, policy) : load_some<T, kColumnWidth>(x, channels);
+                                                            Hint hint) {
+  return aligned ? load<T, kColumnWidth>(x, hint) : load_some<T, kColumnWidth>(x, channels);
 }
 
 // A thread of a block that reduces: the column of its channels and the lane of its leaves. Threads that only
@@ -75,81 +53,62 @@ __device__ __forceinline__ ColumnPlace column_place(const Columns& p) {
   return {static_cast<int>(threadIdx.x) - lane * p.columns, lane};
 }
 
-// The tree over the leaves of one round, a channel at a time: four lanes by a thread, and those by
-// neighbouring threads. `begin` is where the round begins in the unit. done(channel, node) is called by one
-// thread of each channel's.
+// The tree over the leaves of a unit, a channel at a time: four leaves by a thread, and those by neighbouring
+// threads. done(channel, node) is called by one thread of each channel's.
 template <bool kFull, class N, class Done>
-__device__ __forceinline__ void merge_lanes(const Columns& p, const N* nodes, int begin, int leaf_positions,
-                                            int length, const Done& done) {
-  const int slab = p.columns * kColumnWidth;
-  const int run = p.lanes < 4 ? p.lanes : 4, runs = p.lanes / run;  // powers of two; runs is at most a warp
-  const int shift = count_bits(static_cast<unsigned>(runs) - 1u), work = slab * runs;
+__device__ __forceinline__ void merge_leaves(const Columns& p, const N* nodes, int leaf_positions, int length,
+                                             const Done& done) {
+  constexpr int kRun = 4, kRuns = kUnitLeaves / kRun;
+  const int slab = p.columns * kColumnWidth, work = slab * kRuns;
   for (int first = 0; first < work;
        first += static_cast<int>(blockDim.x)) {  // the whole block goes through it
     const int i = first + static_cast<int>(threadIdx.x);
-    const int channel = i >> shift, part = i & (runs - 1);
-    const int from = begin + part * run * leaf_positions;
+    const int channel = i / kRuns, part = i % kRuns;
+    const int from = part * kRun * leaf_positions;
     const auto positions = [&](int place, int leaves) {
       const int at = from + place * leaf_positions;
       return kFull ? leaves * leaf_positions : present(at, at + leaves * leaf_positions, length);
     };
     N node{};
     if (i < work) {
-      const N* const lane = nodes + part * run * slab + column_of(p, channel);
-      node = lane[0];
-      if (run > 1) node = merge_positions<kFull>(node, lane[slab], positions(0, 1), positions(1, 1));
-      if (run > 2) {
-        const N right =
-            merge_positions<kFull>(lane[2 * slab], lane[3 * slab], positions(2, 1), positions(3, 1));
-        node = merge_positions<kFull>(node, right, positions(0, 2), positions(2, 2));
-      }
+      const N* const leaf = nodes + part * kRun * slab + column_of(p, channel);
+      const auto join = [&](const N& left, int at, int leaves) {
+        return merge_positions<kFull>(left, leaf[at * slab], positions(at - leaves, leaves),
+                                      positions(at, leaves));
+      };
+      node = join(leaf[0], 1, 1);
+      node = merge_positions<kFull>(node, join(leaf[2 * slab], 3, 1), positions(0, 2), positions(2, 2));
     }
-    for (int step = 1; step < runs; step *= 2) {  // only the lanes that a later step uses matter
-      const int leaves = step * run;
-      node = merge_positions<kFull>(node, shuffle_down(node, step), positions(0, leaves),
-                                    positions(leaves, leaves));
-    }
+#pragma unroll
+    for (int step = 1; step < kRuns; step *= 2)
+      node = merge_positions<kFull>(node, shuffle_down(node, step), positions(0, step * kRun),
+                                    positions(step * kRun, step * kRun));
     if (i < work && part == 0) done(channel, node);
   }
 }
 
 // The nodes of a unit's channels. leaf(begin, rows, nodes) fills the nodes of a thread's channels, and
-// done(channel, node) gets each channel's root. `shared`: one or two rounds' nodes, then the counters over
-// rounds.
+// done(channel, node) gets each channel's root. `nodes`: shared memory for every leaf's.
 template <class N, class Leaf, class Done>
-__device__ __forceinline__ void reduce_leaves(const Columns& p, N* shared, int leaf_positions, int length,
+__device__ __forceinline__ void reduce_leaves(const Columns& p, N* nodes, int leaf_positions, int length,
                                               const ColumnPlace& at, bool active, const Leaf& leaf,
                                               const Done& done) {
-  const int slab = p.columns * kColumnWidth, round_positions = p.lanes * leaf_positions;
-  N* const levels = shared + (p.rounds > 1 ? 2 : 1) * p.lanes * slab;
-  int round = 0;
-  for (int begin = 0; begin < length; begin += round_positions, ++round) {
-    // Two buffers in turn: before one is written again, all have met once after it was read.
-    N* const nodes = shared + (round & 1) * p.lanes * slab;
-    N of_thread[kColumnWidth]{};
-    const int leaf_begin = begin + at.lane * leaf_positions;
-    if (active) leaf(leaf_begin, present(leaf_begin, leaf_begin + leaf_positions, length), of_thread);
-    if (at.lane < p.lanes) {
+  const int slab = p.columns * kColumnWidth;
+  if (at.lane < p.lanes) {
+#pragma unroll 1
+    for (int i = at.lane; i < kUnitLeaves; i += p.lanes) {
+      N of_thread[kColumnWidth]{};
+      const int begin = i * leaf_positions, rows = present(begin, begin + leaf_positions, length);
+      if (active && rows > 0) leaf(begin, rows, of_thread);
 #pragma unroll
-      for (int j = 0; j < kColumnWidth; ++j) nodes[at.lane * slab + j * p.columns + at.column] = of_thread[j];
+      for (int j = 0; j < kColumnWidth; ++j) nodes[i * slab + j * p.columns + at.column] = of_thread[j];
     }
-    __syncthreads();
-    const int there = present(begin, begin + round_positions, length);
-    const auto keep = [&](int channel, const N& node) {
-      if (p.levels == 0)
-        done(channel, node);
-      else
-        push(levels + channel, slab, round, node, there, round_positions);
-    };
-    if (there == round_positions)
-      merge_lanes<true>(p, nodes, begin, leaf_positions, length, keep);
-    else
-      merge_lanes<false>(p, nodes, begin, leaf_positions, length, keep);
   }
-  if (p.levels == 0) return;
   __syncthreads();
-  for (int channel = static_cast<int>(threadIdx.x); channel < slab; channel += static_cast<int>(blockDim.x))
-    done(channel, root(levels + channel, slab, round, round_positions, length));
+  if (length == kUnitLeaves * leaf_positions)
+    merge_leaves<true>(p, nodes, leaf_positions, length, done);
+  else
+    merge_leaves<false>(p, nodes, leaf_positions, length, done);
 }
 
 // What forward and backward need of a channel. A block makes them once, in shared memory.

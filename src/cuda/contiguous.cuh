@@ -11,17 +11,17 @@ namespace steadynorm::cuda {
 // The values (v, 0..7) of this lane in rows first..first + kCount - 1 of a leaf; +0 beyond its length.
 template <class T, int kCount>
 __device__ __forceinline__ void load_leaf_rows(Packed<T, kLaneWidth> (&raw)[kCount], const T* leaf, int first,
-                                               int length, int lane, bool aligned, std::uint64_t policy) {
+                                               int length, int lane, bool aligned) {
   const T* p = leaf + kLeafRow * first + kLaneWidth * lane;
   if (aligned && length >= kLeafRow * (first + kCount)) {
 #pragma unroll
-    for (int v = 0; v < kCount; ++v) raw[v] = load<T, kLaneWidth>(p + kLeafRow * v, policy);
+    for (int v = 0; v < kCount; ++v) raw[v] = load<T, kLaneWidth>(p + kLeafRow * v, Hint::last);
   } else {
 #pragma unroll
     for (int v = 0; v < kCount; ++v) {
       const int rest = lane_rest(length, lane, first + v);
       if (aligned && rest >= kLaneWidth)
-        raw[v] = load<T, kLaneWidth>(p + kLeafRow * v, policy);
+        raw[v] = load<T, kLaneWidth>(p + kLeafRow * v, Hint::last);
       else
         raw[v] = load_some<T, kLaneWidth>(p + kLeafRow * v, rest);
     }
@@ -31,10 +31,10 @@ __device__ __forceinline__ void load_leaf_rows(Packed<T, kLaneWidth> (&raw)[kCou
 // Moments of a leaf of `length` values by one warp; lane 0 gets them. The count is the length. Full leaves of
 // eight rows are better off in full_leaves().
 template <class T, int kRows>
-__device__ __forceinline__ Node contiguous_leaf(const T* leaf, int length, int lane, std::uint64_t policy) {
+__device__ __forceinline__ Node contiguous_leaf(const T* leaf, int length, int lane) {
   const bool aligned = is_aligned(leaf, kAlignment<T, kLaneWidth>);
   Packed<T, kLaneWidth> raw[kRows];
-  load_leaf_rows<T, kRows>(raw, leaf, 0, length, lane, aligned, policy);
+  load_leaf_rows<T, kRows>(raw, leaf, 0, length, lane, aligned);
   const auto x = [&](int v, int j) { return raw[v][j]; };
   const auto stored = [&](int v, int j) { return to_fp32(leaf[kLeafRow * v + kLaneWidth * lane + j]); };
   if constexpr (kRows < kMicroBatchRows) {
@@ -59,15 +59,14 @@ __device__ __forceinline__ Node contiguous_leaf(const T* leaf, int length, int l
 // warp's own kFullLeaves * kNodesOfLeaf places: each lane gives its node of every leaf, and takes four nodes
 // of one leaf, so that the lanes merge four leaves' trees at a time.
 template <class T>
-__device__ __forceinline__ Node full_leaves(const T* x, int leaves, int lane, std::uint64_t policy,
-                                            Node* exchange) {
+__device__ __forceinline__ Node full_leaves(const T* x, int leaves, int lane, Node* exchange) {
   constexpr int kOfMicroBatch = kMicroBatchRows * kLaneWidth;
   const bool aligned = is_aligned(x, kAlignment<T, kLaneWidth>);
 #pragma unroll 1
   for (int i = 0; i < leaves; ++i) {
     const T* leaf = x + i * kContiguousLeaf;
     Packed<T, kLaneWidth> raw[kMicroBatchRows];
-    load_leaf_rows<T, kMicroBatchRows>(raw, leaf, 0, kContiguousLeaf, lane, aligned, policy);
+    load_leaf_rows<T, kMicroBatchRows>(raw, leaf, 0, kContiguousLeaf, lane, aligned);
     exchange[i * kNodesOfLeaf + lane + lane / 4] = micro_batch<kMicroBatchRows, kLaneWidth, true>(
         [&](int v, int j) { return raw[v][j]; },
         [&](int v, int j) { return to_fp32(leaf[kLeafRow * v + kLaneWidth * lane + j]); },

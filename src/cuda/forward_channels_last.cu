@@ -7,81 +7,88 @@ namespace steadynorm::cuda {
 
 namespace {
 
-// The share of micro-batch i in a leaf's first i + 1, and what it weighs the squared distance of the means
-// by: merge()'s own values. The first meets a node of zeros, which leaves it as it is.
-struct Share {
-  double share, weight;
-};
-
-constexpr Share share_of(int i) {
-  const double share = 1.0 / (i + 1);
-  return {share, i == 0 ? 0.0 : kMicroBatchRows * i * share};
+// One more full micro-batch: add_micro_batch's own bits, as 8 t is exact.
+__device__ __forceinline__ PivotSums add_full(const PivotSums& before, double pivot, const Deviations& s) {
+  const double t = static_cast<double>(s.m) - pivot, d = s.d;
+  const double sum = fma(t, static_cast<double>(kMicroBatchRows), d);
+  return {before.sum + sum, before.squares + (static_cast<double>(s.q) + t * (sum + d))};
 }
 
-__constant__ constexpr Share kShares[] = {share_of(0), share_of(1), share_of(2), share_of(3),
-                                          share_of(4), share_of(5), share_of(6), share_of(7)};
-static_assert(sizeof kShares / sizeof kShares[0] == kChannelsLastLeafPositions / kMicroBatchRows);
+// Whether a micro-batch's q is right: reliable, or 0 since all its values are the same (the background of a
+// volume).
+__device__ __forceinline__ bool is_exact(float q, bool constant) {
+  return is_reliable(q) || (constant && q == 0);
+}
 
-// Moments of a leaf of `rows` positions for each of a thread's channels: micro-batches merged in order.
+// Moments of a leaf of `rows` positions for each of a thread's channels: micro-batches in order.
 template <class T>
 __device__ __forceinline__ void channels_last_leaf(Node (&leaf)[kColumnWidth], const T* x, std::int64_t pitch,
-                                                   int rows, int channels, bool aligned,
-                                                   std::uint64_t policy) {
+                                                   int rows, int channels, bool aligned) {
   constexpr int W = kColumnWidth;
-  const int whole = aligned ? rows / kMicroBatchRows * kMicroBatchRows : 0;
-  int first = 0;
+  int first = aligned ? rows / kMicroBatchRows * kMicroBatchRows : 0;  // of what the vectors leave
+  PivotSums sums[W]{};
+  float pivot[W];
+  const Packed<T, W> first_row = load_row(x, channels, aligned, Hint::last);
+#pragma unroll
+  for (int j = 0; j < W; ++j) pivot[j] = first_row[j];
+  bool exact = true;
+  const T* row = x;
 #pragma unroll 1
-  while (first < rows) {
-#pragma unroll 1
-    for (; first < whole; first += kMicroBatchRows, x += kMicroBatchRows * pitch) {
-      Packed<T, W> raw[kMicroBatchRows];
-      load_rows(raw, x, pitch, policy);
-      Deviations s[W];
-      bool reliable = true;
+  for (int i = 0; i < first; i += kMicroBatchRows, row += kMicroBatchRows * pitch) {
+    Packed<T, W> raw[kMicroBatchRows];
+    load_rows(raw, row, pitch, Hint::last);
+    Deviations s[W];
+    bool reliable = true;
 #pragma unroll
-      for (int j = 0; j < W; ++j) {
-        s[j] = deviations<true>([&](int v) { return raw[v][j]; }, [](int) { return true; }, kMicroBatchRows);
-        reliable = reliable && is_reliable(s[j].q);
-      }
-      if (!reliable) {
-        // Constant values are common (the background of a volume): d and q are 0 and exact, and so is the
-        // node they give.
-        reliable = true;
-#pragma unroll
-        for (int j = 0; j < W; ++j) {
-          bool constant = s[j].q == 0;
-#pragma unroll
-          for (int v = 0; v < kMicroBatchRows; ++v) constant = constant && raw[v][j] == s[j].m;
-          reliable = reliable && (constant || is_reliable(s[j].q));
-        }
-        if (!reliable) break;  // to what follows, and back
-      }
-      const Share share = kShares[first / kMicroBatchRows];
-#pragma unroll
-      for (int j = 0; j < W; ++j) {
-        const Node node = without_count(micro_batch_moments(kMicroBatchRows, s[j].m, s[j].d, s[j].q));
-        const double delta = node.mean - leaf[j].mean;
-        leaf[j] = {leaf[j].mean + delta * share.share, (leaf[j].m2 + node.m2) + delta * delta * share.weight};
-      }
+    for (int j = 0; j < W; ++j) {
+      s[j] = deviations<true>([&](int v) { return raw[v][j]; }, [](int) { return true; }, kMicroBatchRows);
+      reliable = reliable && is_reliable(s[j].q);
+      sums[j] = add_full(sums[j], pivot[j], s[j]);
     }
-    if (first >= rows) return;
-    // One that is ragged, misaligned or unreliable: a channel at a time.
+    if (!reliable) {
+      const Packed<T, W> differences = different_bits(raw);
+#pragma unroll
+      for (int j = 0; j < W; ++j) exact = exact && is_exact(s[j].q, differences.is_zero(j));
+    }
+  }
+  if (!exact) {  // huge or tiny values: all again
+    first = 0;
+    row = x;
+#pragma unroll
+    for (int j = 0; j < W; ++j) sums[j] = {};
+  }
+  // What is ragged or misaligned, a channel at a time; here an inexact micro-batch is summed in double.
+#pragma unroll 1
+  for (; first < rows; first += kMicroBatchRows, row += kMicroBatchRows * pitch) {
     const int count = rows - first < kMicroBatchRows ? rows - first : kMicroBatchRows;
 #pragma unroll 1
     for (int j = 0; j < W; ++j) {
-      Node node = leaf[0];
+      PivotSums own = sums[0];
+      const float own_pivot = pivot[0];
       if (j < channels) {
         float values[kMicroBatchRows];
-        load_column(values, x + j, pitch, count);
-        const Node next = micro_batch<kMicroBatchRows, 1, false>(
-            [&](int v, int) { return values[v]; }, [&](int v, int) { return to_fp32(x[v * pitch + j]); },
-            [&](int v, int) { return v < count; }, count);
-        node = without_count(merge(with_count(node, first), with_count(next, count)));
+        load_column(values, row + j, pitch, count);
+        const auto value = [&](int v) { return values[v]; };
+        const Deviations s = deviations<false>(
+            value, [&](int v) { return v < count; }, count);
+        bool constant = true;
+        for (int v = 1; v < kMicroBatchRows; ++v)
+          constant = constant && (v >= count || values[v] == values[0]);
+        if (is_exact(s.q, constant)) {
+          own = add_micro_batch(own, count, own_pivot, s.m, s.d, s.q);
+        } else {
+          const Node node = micro_batch_in_double<kMicroBatchRows, 1>(
+              [&](int v, int) { return to_fp32(row[v * pitch + j]); }, [&](int v, int) { return v < count; },
+              count);
+          own = add_micro_batch(own, count, own_pivot, node.mean, 0.0, node.m2);
+        }
       }
-      rotate(leaf, node);
+      rotate(sums, own);
+      rotate(pivot, own_pivot);
     }
-    first += kMicroBatchRows, x += kMicroBatchRows * pitch;
   }
+#pragma unroll
+  for (int j = 0; j < W; ++j) leaf[j] = without_count(moments_of(sums[j], rows, pivot[j]));
 }
 
 // The tree over the channels of each channel unit, over roots[slab]: whole units in aligned runs of lanes, a
@@ -122,14 +129,17 @@ __device__ __forceinline__ void merge_channels(Node* roots, int units, int membe
   }
 }
 
-// Shared memory: see reduce_leaves, then the roots of the channels.
+// Registers for 768 threads of an SM, of wide rows for 640.
 template <class T>
-__global__ void __launch_bounds__(kReductionBound)
-    statistics_channels_last(const ForwardCall call, const Columns p, const Hint hint) {
+constexpr int kStatisticsBound = sizeof(T) == 2 ? 768 : 640;
+
+// Shared memory: the nodes of the leaves, then the roots of the channels.
+template <class T>
+__global__ void __launch_bounds__(kStatisticsBound<T>)
+    statistics_channels_last(const ForwardCall call, const Columns p) {
   Node* const shared = shared_memory<Node>();
   release_next();
   wait_for_previous();
-  const std::uint64_t policy = make_policy(hint);
   const Tree& tree = call.d.tree;
   const SlabUnit place = slab_unit(call.d, p, blockIdx.x);
   const ColumnPlace at = column_place(p);
@@ -142,11 +152,11 @@ __global__ void __launch_bounds__(kReductionBound)
   const bool aligned = p.vectors && own >= kColumnWidth && is_aligned(call.x, kAlignment<T, kColumnWidth>);
   const T* x = static_cast<const T*>(call.x) + (place.n * call.d.S + begin) * C + place.channel_begin +
                at.column * kColumnWidth;
-  Node* const roots = shared + ((p.rounds > 1 ? 2 : 1) * p.lanes + p.levels) * p.columns * kColumnWidth;
+  Node* const roots = shared + kUnitLeaves * p.columns * kColumnWidth;
   reduce_leaves(
       p, shared, leaf_positions, length, at, own > 0 && at.lane < p.lanes,
       [&](int leaf_begin, int rows, Node(&leaf)[kColumnWidth]) {
-        channels_last_leaf<T>(leaf, x + leaf_begin * C, C, rows, own, aligned, policy);
+        channels_last_leaf<T>(leaf, x + leaf_begin * C, C, rows, own, aligned);
       },
       [&](int channel, const Node& node) { roots[channel] = node; });
   __syncthreads();
@@ -163,30 +173,27 @@ __global__ void __launch_bounds__(kReductionBound)
 
 template <Activation A, class T, class Y>
 __device__ __forceinline__ void write_row(Y* y, const Packed<T, kColumnWidth>& raw,
-                                          const Coefficients (&c)[kColumnWidth], int channels, bool aligned,
-                                          std::uint64_t policy) {
+                                          const Coefficients (&c)[kColumnWidth], int channels, bool aligned) {
   float values[kColumnWidth];
 #pragma unroll
   for (int j = 0; j < kColumnWidth; ++j) values[j] = forward_value<A>(raw[j], c[j]);
-  store(y, values, aligned, channels, policy);
+  store(y, values, aligned, channels);
 }
 
 template <class T, Activation A>
 __global__ void __launch_bounds__(kColumnThreads, 4)
-    apply_channels_last(const ForwardCall call, const Sweep sweep, const bool vectors,
-                        const Hint store_hint) {
+    apply_channels_last(const ForwardCall call, const Sweep sweep, const bool vectors) {
   constexpr int W = kColumnWidth;
   ForwardCoefficients* const shared = shared_memory<ForwardCoefficients>();
   const SweepPlace at = sweep_place(call.d, sweep);
   const bool aligned = vectors && at.channels >= W && is_aligned(call.x, kAlignment<T, W>) &&
                        is_aligned(call.y, call.y_type == DType::float32 ? 16 : 8);
-  const std::uint64_t load_policy = make_policy(Hint::normal), store_policy = make_policy(store_hint);
   const std::int64_t pitch = call.d.C * sweep.lanes;  // between two rows of a thread
   const T* x = static_cast<const T*>(call.x) + at.offset;
 
   Packed<T, W> raw[kSweepRows];
   int batches = aligned ? at.rows / kSweepRows : 0;
-  if (batches > 0) load_rows(raw, x, pitch, load_policy);
+  if (batches > 0) load_rows(raw, x, pitch, Hint::none);
   release_next();
   wait_for_previous();
   const auto make = [&](int place, std::int64_t channel, std::int64_t group) {
@@ -209,23 +216,22 @@ __global__ void __launch_bounds__(kColumnThreads, 4)
 #pragma unroll 1
     for (; batches > 0; rest -= kSweepRows) {
 #pragma unroll
-      for (int v = 0; v < kSweepRows; ++v, y += pitch) write_row<A>(y, raw[v], c, W, true, store_policy);
+      for (int v = 0; v < kSweepRows; ++v, y += pitch) write_row<A>(y, raw[v], c, W, true);
       x += kSweepRows * pitch;
-      if (--batches > 0) load_rows(raw, x, pitch, load_policy);
+      if (--batches > 0) load_rows(raw, x, pitch, Hint::none);
     }
 #pragma unroll 1
     for (; rest > 0; --rest, x += pitch, y += pitch)
-      write_row<A>(y, load_row(x, at.channels, aligned, load_policy), c, at.channels, aligned, store_policy);
+      write_row<A>(y, load_row(x, at.channels, aligned, Hint::none), c, at.channels, aligned);
   });
 }
 
 }  // namespace
 
 cudaError_t launch_statistics_channels_last(const ForwardCall& call, const Plan& plan, const Queue& queue) {
-  const Hint hint = plan.sticky ? Hint::last : Hint::normal;
   return dispatch(call.x_type, [&](auto type) {
     using T = typename decltype(type)::type;
-    return launch(statistics_channels_last<T>, plan.statistics, queue, call, plan.columns, hint);
+    return launch(statistics_channels_last<T>, plan.statistics, queue, call, plan.columns);
   });
 }
 
@@ -234,8 +240,7 @@ cudaError_t launch_apply_channels_last(const ForwardCall& call, const Plan& plan
     return dispatch(call.activation, [&](auto activation) {
       using T = typename decltype(type)::type;
       const bool vectors = call.d.C % kColumnWidth == 0;
-      return launch(apply_channels_last<T, activation()>, plan.write, queue, call, plan.apply, vectors,
-                    Hint::normal);
+      return launch(apply_channels_last<T, activation()>, plan.write, queue, call, plan.apply, vectors);
     });
   });
 }

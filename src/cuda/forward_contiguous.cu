@@ -17,7 +17,7 @@ constexpr int kFullLevel = 2;  // of a warp's binary counter: a node there is kF
 // Every unit is a full leaf: they lie in memory one behind the other.
 template <class T>
 __global__ void __launch_bounds__(kFullLeafWarps* kLanes, kFullLeafBlocks<T>)
-    statistics_full_leaves(const ForwardCall call, const int leaves, const Hint hint) {
+    statistics_full_leaves(const ForwardCall call, const int leaves) {
   Node* const exchange = shared_memory<Node>();
   release_next();
   wait_for_previous();
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kFullLeafWarps* kLanes, kFullLeafBlocks<T>)
   const int there =
       static_cast<int>(units - first < static_cast<std::uint32_t>(leaves) ? units - first : leaves);
   const Node node = full_leaves(static_cast<const T*>(call.x) + std::int64_t{first} * kContiguousLeaf, there,
-                                lane, make_policy(hint), exchange + warp * kFullLeaves * kNodesOfLeaf);
+                                lane, exchange + warp * kFullLeaves * kNodesOfLeaf);
   if (lane % 8 != 0 || lane / 8 >= there) return;
   call.roots[contiguous_unit(call.d, first + lane / 8).root] = node;
 }
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kFullLeafWarps* kLanes, kFullLeafBlocks<T>)
 // Shared memory: a node per warp, then each warp's binary counter, then what it exchanges.
 template <class T, int kRows>
 __global__ void __launch_bounds__(kLeafWarps* kLanes, 2)
-    statistics_contiguous(const ForwardCall call, const Runs runs, const Hint hint) {
+    statistics_contiguous(const ForwardCall call, const Runs runs) {
   Node* const nodes = shared_memory<Node>();
   release_next();
   wait_for_previous();
@@ -72,10 +72,10 @@ __global__ void __launch_bounds__(kLeafWarps* kLanes, 2)
       const int full = rest / kContiguousLeaf < most ? rest / kContiguousLeaf : most;
       if (kRows < kMicroBatchRows || full == 0) {
         const int length = rest < kContiguousLeaf ? rest : kContiguousLeaf;
-        push(contiguous_leaf<T, kRows>(x + begin, length, lane, make_policy(hint)), length);
+        push(contiguous_leaf<T, kRows>(x + begin, length, lane), length);
         continue;
       }
-      Node nodes_of = full_leaves(x + begin, full, lane, make_policy(hint), exchange);
+      Node nodes_of = full_leaves(x + begin, full, lane, exchange);
       if (full < kFullLeaves) {
 #pragma unroll 1
         for (int i = 0; i < full; ++i)
@@ -143,14 +143,13 @@ __global__ void __launch_bounds__(kTileThreads, kMerges ? 3 : 5)
   float4* const rows = shared_memory<float4>();
   const std::uint32_t thread = threadIdx.x;
   const Tile tile = tile_of(tiles, sweep);
-  const std::uint64_t policy = make_policy(Hint::normal);
 
   // x was complete before the statistics began: it need not wait.
   Packed<T, W> raw[kTileVectors];
   const T* x = static_cast<const T*>(call.x) + std::int64_t{tile.begin + thread} * W;
 #pragma unroll
   for (int v = 0; v < kTileVectors; ++v)
-    if (v * kTileThreads + thread < tile.count) raw[v] = load<T, W>(x + v * kTileThreads * W, policy);
+    if (v * kTileThreads + thread < tile.count) raw[v] = load<T, W>(x + v * kTileThreads * W, Hint::none);
   release_next();
   wait_for_previous();
 
@@ -189,15 +188,14 @@ __global__ void __launch_bounds__(kTileThreads, kMerges ? 3 : 5)
       float values[W];
 #pragma unroll
       for (int j = 0; j < W; ++j) values[j] = forward_value<A>(raw[v][j], c);
-      store(y + v * kTileThreads * W, values, true, W, policy);
+      store(y + v * kTileThreads * W, values, true, W);
     }
   });
 }
 
 // The same for any S and any address.
 template <class T, Activation A>
-__global__ void __launch_bounds__(kTileThreads)
-    apply_contiguous(const ForwardCall call, const Sweep sweep, const Hint store_hint) {
+__global__ void __launch_bounds__(kTileThreads) apply_contiguous(const ForwardCall call, const Sweep sweep) {
   constexpr int W = 16 / sizeof(T);
   constexpr int kTile = kTileThreads * kTileVectors * W;
   const std::int64_t total = call.d.N * call.d.C * call.d.S, S = call.d.S;
@@ -205,7 +203,6 @@ __global__ void __launch_bounds__(kTileThreads)
   const std::int64_t begin = tile * kTile;
   const T* x = static_cast<const T*>(call.x) + begin;
   const bool aligned = is_aligned(call.x, 16), aligned_y = is_aligned(call.y, 16);
-  const std::uint64_t load_policy = make_policy(Hint::normal), store_policy = make_policy(store_hint);
 
   // x was complete before the statistics began: it need not wait.
   Packed<T, W> raw[kTileVectors];
@@ -213,7 +210,7 @@ __global__ void __launch_bounds__(kTileThreads)
   for (int v = 0; v < kTileVectors; ++v) {
     const int offset = (v * kTileThreads + static_cast<int>(threadIdx.x)) * W;
     const std::int64_t valid = total - begin - offset;
-    raw[v] = aligned && valid >= W ? load<T, W>(x + offset, load_policy) : load_some<T, W>(x + offset, valid);
+    raw[v] = aligned && valid >= W ? load<T, W>(x + offset, Hint::none) : load_some<T, W>(x + offset, valid);
   }
   release_next();
   const TilePlace first = tile_place(begin, S);
@@ -248,7 +245,7 @@ __global__ void __launch_bounds__(kTileThreads)
         y[j] = forward_value<A>(raw[v][j], c);
       }
     }
-    store<W>(call.y, call.y_type, begin + offset, y, aligned_y && valid >= W, valid, store_policy);
+    store<W>(call.y, call.y_type, begin + offset, y, aligned_y && valid >= W, valid);
   }
 }
 
@@ -271,15 +268,14 @@ bool apply_merges_contiguous(const ForwardCall& call) {
 }
 
 cudaError_t launch_statistics_contiguous(const ForwardCall& call, const Plan& plan, const Queue& queue) {
-  const Hint hint = plan.sticky ? Hint::last : Hint::normal;
   const bool short_leaves = call.d.tree.unit_channels * call.d.tree.unit_positions <= kLeafRow;
   return dispatch(call.x_type, [&](auto type) {
     using T = typename decltype(type)::type;
     if (plan.runs.leaves > 0)
-      return launch(statistics_full_leaves<T>, plan.statistics, queue, call, plan.runs.leaves, hint);
-    return short_leaves ? launch(statistics_contiguous<T, 1>, plan.statistics, queue, call, plan.runs, hint)
-                        : launch(statistics_contiguous<T, kMicroBatchRows>, plan.statistics, queue, call,
-                                 plan.runs, hint);
+      return launch(statistics_full_leaves<T>, plan.statistics, queue, call, plan.runs.leaves);
+    return short_leaves
+               ? launch(statistics_contiguous<T, 1>, plan.statistics, queue, call, plan.runs)
+               : launch(statistics_contiguous<T, kMicroBatchRows>, plan.statistics, queue, call, plan.runs);
   });
 }
 
@@ -296,7 +292,7 @@ cudaError_t launch_apply_contiguous(const ForwardCall& call, const Plan& plan, c
                                 : launch(apply_tiles<T, activation(), false>, plan.write, queue, call, tiles,
                                          plan.apply, merging);
       }
-      return launch(apply_contiguous<T, activation()>, plan.write, queue, call, plan.apply, Hint::normal);
+      return launch(apply_contiguous<T, activation()>, plan.write, queue, call, plan.apply);
     });
   });
 }

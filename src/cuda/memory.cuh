@@ -33,6 +33,10 @@ struct Packed {
     }
   }
 
+  __device__ __forceinline__ bool is_zero(int i) const {
+    return (kIsFloat<T> ? words[i] : words[i / 2] & (i % 2 ? 0xffff0000u : 0xffffu)) == 0;
+  }
+
   __device__ __forceinline__ void put(int i, T value) {  // into a place that is 0
     if constexpr (kIsFloat<T>)
       words[i] = bits_of(value);
@@ -40,6 +44,17 @@ struct Packed {
       words[i / 2] |= static_cast<std::uint32_t>(value.bits) << (i % 2 ? 16 : 0);
   }
 };
+
+// The bits in which any of the vectors differs from the first.
+template <class T, int W, int kCount>
+__device__ __forceinline__ Packed<T, W> different_bits(const Packed<T, W> (&raw)[kCount]) {
+  Packed<T, W> r{};
+#pragma unroll
+  for (int v = 1; v < kCount; ++v)
+#pragma unroll
+    for (int i = 0; i < Packed<T, W>::kWords; ++i) r.words[i] |= raw[v].words[i] ^ raw[0].words[i];
+  return r;
+}
 
 // For 16-bit values: the compiler need not keep the values that it has made of them; without this, the
 // statistics spill.
@@ -60,9 +75,9 @@ STEADYNORM_HD bool is_aligned(const void* p, int bytes) {
 
 // A whole vector, aligned to kAlignment.
 template <class T, int W>
-__device__ __forceinline__ Packed<T, W> load(const T* p, std::uint64_t policy) {
+__device__ __forceinline__ Packed<T, W> load(const T* p, Hint hint) {
   Packed<T, W> r;
-  load_words(r.words, p, policy);
+  load_words(r.words, p, hint);
   return r;
 }
 
@@ -78,8 +93,7 @@ __device__ __forceinline__ Packed<T, W> load_some(const T* p, std::int64_t valid
 
 // W results, rounded once: a whole vector, aligned to kAlignment, or the first `valid` elements one by one.
 template <class T, int W>
-__device__ __forceinline__ void store(T* p, const float (&values)[W], bool whole, std::int64_t valid,
-                                      std::uint64_t policy) {
+__device__ __forceinline__ void store(T* p, const float (&values)[W], bool whole, std::int64_t valid) {
   if constexpr (Packed<T, W>::kBytes >= 4) {
     if (whole) {
       std::uint32_t words[Packed<T, W>::kWords];
@@ -90,7 +104,7 @@ __device__ __forceinline__ void store(T* p, const float (&values)[W], bool whole
         else
           words[i] = pack_pair<T>(values[2 * i], values[2 * i + 1]);
       }
-      store_words(p, words, policy);
+      store_words(p, words);
       return;
     }
   }
@@ -118,13 +132,13 @@ __device__ __forceinline__ void with_type(DType dtype, const F& f) {
 // The output's dtype is a run-time value: it changes one store, not the loop.
 template <int W>
 __device__ __forceinline__ void store(void* base, DType dtype, std::int64_t index, const float (&values)[W],
-                                      bool whole, std::int64_t valid, std::uint64_t policy) {
+                                      bool whole, std::int64_t valid) {
   if (dtype == DType::bfloat16)
-    store(static_cast<BFloat16*>(base) + index, values, whole, valid, policy);
+    store(static_cast<BFloat16*>(base) + index, values, whole, valid);
   else if (dtype == DType::float16)
-    store(static_cast<Float16*>(base) + index, values, whole, valid, policy);
+    store(static_cast<Float16*>(base) + index, values, whole, valid);
   else
-    store(static_cast<float*>(base) + index, values, whole, valid, policy);
+    store(static_cast<float*>(base) + index, values, whole, valid);
 }
 
 }  // namespace steadynorm::cuda

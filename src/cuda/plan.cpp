@@ -18,15 +18,14 @@ constexpr std::int64_t kGridLimit = 2147483647;
 // What a plan may choose; everything else follows.
 struct Choice {
   int warps = kLeafWarps;
-  int leaves = 0;            // that a warp evaluates together; 0: as many as leave the device full
-  int column_target = 16;    // column threads of a reduction
-  int column_threads = 128;  // of its block; twice as many where groups ask for more columns
-  int sweep_columns = 64;    // at most, of a sweep
+  int leaves = 0;                       // that a warp evaluates together; 0: as many as leave the device full
+  int column_target = 16;               // column threads of a reduction
+  int column_threads = kColumnThreads;  // of its block, at most
+  int sweep_columns = 64;               // at most, of a sweep
   int sweep_rows = 32;
   bool reverse = false;
 };
 
-std::int64_t bytes_of_x(const Problem& p) { return p.elements() * static_cast<std::int64_t>(size_of(p.x)); }
 int vector_width(const Problem& p) { return 16 / static_cast<int>(size_of(p.x)); }
 
 int levels_for(std::int64_t nodes) {
@@ -100,19 +99,13 @@ Columns make_columns(const Problem& p, const Tree& tree, std::int64_t quantum, b
   }
   r.columns = static_cast<int>(divide_up(r.slab, kColumnWidth));
   const std::int64_t leaves = divide_up(std::min(tree.unit_positions, p.positions), tree.leaf_positions);
-  if (r.columns > target) threads = std::min(2 * threads, kColumnThreads);
-  r.lanes = std::min(
-      {power_of_two_from(leaves), power_of_two_until(std::max(1, threads / r.columns)), kColumnLanes});
-  r.rounds = divide_up(leaves, r.lanes);
-  r.levels = levels_for(r.rounds);
+  r.lanes = std::min(power_of_two_from(leaves), power_of_two_until(std::max(1, threads / r.columns)));
   return r;
 }
 
-// Shared memory: a round's nodes, twice when there are several rounds, the counters over rounds, the
-// channels' roots or coefficients. Whole warps, for the shuffles.
+// Shared memory: the leaves' nodes, then the channels' roots or coefficients. Whole warps, for the shuffles.
 Launch launch_of(const Columns& r, const Problem& p, const Tree& tree) {
-  const std::int64_t buffers = r.rounds > 1 ? 2 : 1;
-  const std::int64_t nodes = (buffers * r.lanes + r.levels + 1) * r.columns * kColumnWidth;
+  const std::int64_t nodes = (kUnitLeaves + 1) * r.columns * kColumnWidth;
   return {p.samples * tree.spatial_units * r.slabs,
           static_cast<int>(divide_up(r.columns * r.lanes, kLanes) * kLanes), 1,
           static_cast<int>(nodes * kNodeBytes)};
@@ -132,19 +125,19 @@ Columns choose_columns(const Problem& p, const DeviceInfo& device, const Choice&
     vectors = false;
     quantum = D;
   }
+  // Sums want twice the registers, and have half the threads.
+  const int threads = whole_units ? choice.column_threads : choice.column_threads / 2;
   int target = choice.column_target;
-  Columns best = make_columns(p, tree, quantum, vectors, split_groups, target, choice.column_threads);
+  Columns best = make_columns(p, tree, quantum, vectors, split_groups, target, threads);
   // Small problems: narrower slabs, down to 64 bytes, until there is a block for every SM. Not yet measured.
   while (target > 8 && launch_of(best, p, tree).blocks < device.sms) {
     target /= 2;
-    best = make_columns(p, tree, quantum, vectors, split_groups, target, choice.column_threads);
+    best = make_columns(p, tree, quantum, vectors, split_groups, target, threads);
   }
-  // A wide slab with a deep counter may not fit shared memory; fewer lanes only deepen it, so drop the
-  // vectors.
+  // A wide slab may not fit shared memory: then drop the vectors.
   if (launch_of(best, p, tree).shared_bytes > static_cast<int>(device.shared_per_block_optin) &&
       !split_groups)
-    best = make_columns(p, tree, whole_units ? D : kColumnWidth, vectors && !whole_units, false, 1,
-                        choice.column_threads);
+    best = make_columns(p, tree, whole_units ? D : kColumnWidth, vectors && !whole_units, false, 1, threads);
   return best;
 }
 
@@ -182,8 +175,6 @@ Plan make_plan(const Problem& p, const DeviceInfo& device, const Choice& choice)
   const Dimensions d = dimensions_of(p);
   Plan plan;
   plan.overlap = device.major >= 9;
-  // H200, 2026-11-30: evict_last reads are 3 % faster from 64 MB on, and make no difference below 32 MB.
-  plan.sticky = bytes_of_x(p) >= (std::int64_t{64} << 20);
   plan.apply = plan.gradient = choose_sweep(p, device, choice);
   if (p.layout == Layout::contiguous) {
     const std::int64_t units = contiguous_units(d);
@@ -274,16 +265,15 @@ void require_legal(const Plan& plan, const DeviceInfo& device) {
 
 std::ostream& operator<<(std::ostream& out, const Plan& p) {
   if (p.columns.columns > 0)
-    out << "channels_last: " << p.columns.columns << " columns x " << p.columns.lanes << " lanes, "
-        << p.columns.rounds << " rounds, slab " << p.columns.slab << (p.columns.vectors ? "" : ", no vectors")
-        << "; sums " << p.sum_columns.columns << " x " << p.sum_columns.lanes << "; sweep " << p.apply.columns
-        << " x " << p.apply.lanes << " x " << p.apply.rows << " rows";
+    out << "channels_last: " << p.columns.columns << " columns x " << p.columns.lanes << " lanes, slab "
+        << p.columns.slab << (p.columns.vectors ? "" : ", no vectors") << "; sums " << p.sum_columns.columns
+        << " x " << p.sum_columns.lanes << "; sweep " << p.apply.columns << " x " << p.apply.lanes << " x "
+        << p.apply.rows << " rows";
   else
     out << "contiguous: " << p.runs.warps << " warps, " << p.runs.runs_per_unit << " runs of "
         << p.runs.leaves_per_run << " leaves a unit, " << p.runs.leaves << " full leaves a warp";
-  return out << (p.sticky ? ", evict_last" : "") << (p.overlap ? ", overlapped" : "") << "\n  statistics "
-             << p.statistics << "\n  write " << p.write << "\n  sums " << p.sums << "\n  rows " << p.rows
-             << "\n  input " << p.input << "\n";
+  return out << (p.overlap ? ", overlapped" : "") << "\n  statistics " << p.statistics << "\n  write "
+             << p.write << "\n  sums " << p.sums << "\n  rows " << p.rows << "\n  input " << p.input << "\n";
 }
 
 namespace {

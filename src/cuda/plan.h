@@ -53,13 +53,11 @@ struct Runs {
 // volume.
 struct Columns {
   int columns = 0;
-  int lanes = 0;                 // a power of two up to kColumnLanes; each evaluates a leaf per round
+  int lanes = 0;                 // a power of two up to kUnitLeaves; each evaluates every lanes-th leaf
   bool vectors = false;          // every thread's channels are one aligned vector, if the pointer is
   bool by_channel_unit = false;  // a slab is one channel unit of a group
   std::int64_t slab = 0;         // channels of a block; for the statistics, whole channel units
   std::int64_t slabs = 0;
-  std::int64_t rounds = 0;
-  int levels = 0;  // of the block's binary counter over rounds; 0 for one round
 
   bool operator==(const Columns&) const = default;
 };
@@ -85,7 +83,6 @@ struct Plan {
   Sweep apply;
   Sweep gradient;
   int unit_lanes = 1;    // backward: threads along the units of a channel, 8 units each
-  bool sticky = false;   // reductions load evict_last
   bool overlap = false;  // programmatic dependent launch
 
   Launch statistics, finalize, write;  // forward; finalize may be preceded by folds, see fold_blocks()
@@ -124,7 +121,6 @@ constexpr int kTileThreads =
 constexpr int kTileVectors = 4;  // what a thread does once dearer than its elements
 constexpr int kColumnWidth =
     4;  // channels_last: channels of a thread; with eight, nodes and coefficients cost occupancy
-constexpr int kColumnLanes = 128;  // channels_last: so that the lanes of a channel, four a thread, fit a warp
 constexpr int kUnitsOfThread = 8;  // backward: of a channel, merged by one thread
 constexpr int kRowThreads = 256;   // backward: of a block that makes rows
 

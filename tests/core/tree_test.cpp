@@ -83,7 +83,10 @@ TEST(TreeUnits, CountsAddUpToTheGroup) {
 TEST(TreeUnits, AreAtMostAsManyAsTheLimitAndNoCoarserThanItAsks) {
   for_each_tree([](const Tree& tree, Layout layout) {
     const bool contiguous = layout == Layout::contiguous;
-    const std::int64_t limit = contiguous ? 128 : 512, smallest = contiguous ? 2048 : 64;
+    const bool small =
+        tree.positions <= 65536;  // channels_last: 1024 leaves of up to 64 positions are enough
+    const std::int64_t limit = contiguous ? 128 : (small ? 64 : 512);
+    const std::int64_t smallest = contiguous ? 2048 : (small ? 128 : 1024);
     ASSERT_LE(tree.spatial_units, limit);
     // A unit of half the positions would have been too many, or is below the smallest.
     if (tree.unit_positions > smallest) {
@@ -100,8 +103,7 @@ TEST(TreeUnits, BordersArePowersOfTwoOfLeaves) {
     if (layout == Layout::channels_last) {
       ASSERT_TRUE(is_power_of_two(tree.leaf_positions));
       ASSERT_GE(tree.leaf_positions, 8);
-      ASSERT_LE(tree.leaf_positions, 64);
-      ASSERT_GE(tree.unit_positions / tree.leaf_positions, 8);
+      ASSERT_EQ(tree.unit_positions / tree.leaf_positions, 16);
       ASSERT_EQ(tree.unit_channels, tree.channels < 256 ? tree.channels : 256);
     } else if (tree.positions >= 2048) {
       ASSERT_EQ(tree.leaf_positions, 2048);
@@ -130,6 +132,9 @@ TEST(TreeUnits, KnownProblemsHaveTheseTrees) {
   EXPECT_EQ(volume.unit_positions, 32768);
   EXPECT_EQ(volume.spatial_units, 512);
   EXPECT_EQ(volume.channel_units, 1);
+  const Tree map = make_tree(64, 128 * 128, Layout::channels_last);
+  EXPECT_EQ(map.leaf_positions, 16);
+  EXPECT_EQ(map.spatial_units, 64);
   const Tree ragged = make_tree(3, 1000, Layout::contiguous);
   EXPECT_EQ(ragged.unit_channels, 2);
   EXPECT_EQ(ragged.channel_units, 2);

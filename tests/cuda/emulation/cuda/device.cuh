@@ -70,19 +70,18 @@ inline int count_bits(unsigned value) { return std::popcount(value); }
 inline double shuffle_down(double value, int step) { return emulation::shuffle_down(value, step); }
 inline void warp_barrier() { emulation::shuffle_down(0, 0); }
 
-enum class Hint : int { normal, first, last };
-inline std::uint64_t make_policy(Hint) { return 0; }
+enum class Hint { none, last };
 
 void require_aligned(const void* p, int bytes);
 
 template <int kWords>
-void load_words(std::uint32_t (&w)[kWords], const void* p, std::uint64_t) {
+void load_words(std::uint32_t (&w)[kWords], const void* p, Hint) {
   require_aligned(p, sizeof w < 16 ? sizeof w : 16);
   std::memcpy(w, p, sizeof w);
 }
 
 template <int kWords>
-void store_words(void* p, const std::uint32_t (&w)[kWords], std::uint64_t) {
+void store_words(void* p, const std::uint32_t (&w)[kWords]) {
   require_aligned(p, sizeof w < 16 ? sizeof w : 16);
   std::memcpy(p, w, sizeof w);
 }
