@@ -56,8 +56,9 @@ STEADYNORM_HD PivotSums add_micro_batch(const PivotSums& before, double n, doubl
   return {before.sum + sum, before.squares + (q + t * (sum + d))};
 }
 
-STEADYNORM_HD Moments moments_of(const PivotSums& run, double count, double pivot) {
-  const double from_pivot = run.sum / count;
+// share = 1 / count.
+STEADYNORM_HD Moments moments_of(const PivotSums& run, double count, double share, double pivot) {
+  const double from_pivot = run.sum * share;
   const double m2 = run.squares - run.sum * from_pivot;
   return {count, pivot + from_pivot, m2 < 0 ? 0 : m2};  // a NaN stays
 }
@@ -65,9 +66,10 @@ STEADYNORM_HD Moments moments_of(const PivotSums& run, double count, double pivo
 // Whether q lost nothing to overflow or underflow. Otherwise (huge, tiny or constant values, NaN) the
 // micro-batch is computed again in double from the values that are still at hand. Below 2^-100, squares begin
 // to leave fp32's range.
-STEADYNORM_HD bool is_reliable(float q) {
-  return q >= 7.8886090522101181e-31f && q <= 3.4028234663852886e38f;
-}
+constexpr float kLeastReliable = 7.8886090522101181e-31f;  // 2^-100
+constexpr float kLargestFinite = 3.4028234663852886e38f;
+
+STEADYNORM_HD bool is_reliable(float q) { return q >= kLeastReliable && q <= kLargestFinite; }
 
 // mean as hi + lo, so that x - mean loses nothing when |mean| >> deviation.
 struct Statistics {

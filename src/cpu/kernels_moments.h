@@ -218,8 +218,9 @@ void column_moments(Array x, const Tile& tile, std::int64_t leaf_positions, Mome
       column_micro_batch(rows, leaf);
     }
     node.count = static_cast<double>(end - begin);
+    const double share = 1.0 / node.count;
     for (int j = 0; j < width; ++j) {
-      const Moments both = moments_of({leaf.sum[j], leaf.squares[j]}, node.count, leaf.pivot[j]);
+      const Moments both = moments_of({leaf.sum[j], leaf.squares[j]}, node.count, share, leaf.pivot[j]);
       node.first[j] = both.mean;
       node.second[j] = both.m2;
     }

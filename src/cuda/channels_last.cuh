@@ -10,36 +10,35 @@ namespace steadynorm::cuda {
 
 constexpr int kSweepRows = 4;  // rows that a thread of a sweep loads before it uses the first
 // kCount whole rows of a thread's channels, aligned.
-template <class T, int kCount>
-__device__ __forceinline__ void load_rows(Packed<T, kColumnWidth> (&raw)[kCount], const T* x,
-                                          std::int64_t pitch, Hint hint) {
+template <class T, int W, int kCount>
+__device__ __forceinline__ void load_rows(Packed<T, W> (&raw)[kCount], const T* x, std::int64_t pitch,
+                                          Hint hint) {
 #pragma unroll
-  for (int v = 0; v < kCount; ++v, x += pitch) raw[v] = load<T, kColumnWidth>(x, hint);
+  for (int v = 0; v < kCount; ++v, x += pitch) raw[v] = load<T, W>(x, hint);
 }
 
 // What is ragged or misaligned: a micro-batch of one channel, or one row of a thread's. +0 for what is not
 // there.
-template <class T>
-__device__ __forceinline__ void load_column(float (&values)[kMicroBatchRows], const T* x, std::int64_t pitch,
+template <class T, int kCount>
+__device__ __forceinline__ void load_column(float (&values)[kCount], const T* x, std::int64_t pitch,
                                             int rows) {
 #pragma unroll
-  for (int v = 0; v < kMicroBatchRows; ++v, x += pitch) values[v] = v < rows ? to_fp32(*x) : 0.0f;
+  for (int v = 0; v < kCount; ++v, x += pitch) values[v] = v < rows ? to_fp32(*x) : 0.0f;
 }
 
 // Moves every item to the place in front, and `last` behind all. So a loop over the channels of a thread that
 // is not unrolled works on item 0, and what it needs is needed once: unrolled, it would take more registers
 // than the aligned path.
-template <class Item>
-__device__ __forceinline__ void rotate(Item (&items)[kColumnWidth], const Item& last) {
+template <int W, class Item>
+__device__ __forceinline__ void rotate(Item (&items)[W], const Item& last) {
 #pragma unroll
-  for (int j = 1; j < kColumnWidth; ++j) items[j - 1] = items[j];
-  items[kColumnWidth - 1] = last;
+  for (int j = 1; j < W; ++j) items[j - 1] = items[j];
+  items[W - 1] = last;
 }
 
-template <class T>
-__device__ __forceinline__ Packed<T, kColumnWidth> load_row(const T* x, int channels, bool aligned,
-                                                            Hint hint) {
-  return aligned ? load<T, kColumnWidth>(x, hint) : load_some<T, kColumnWidth>(x, channels);
+template <int W = kColumnWidth, class T>
+__device__ __forceinline__ Packed<T, W> load_row(const T* x, int channels, bool aligned, Hint hint) {
+  return aligned ? load<T, W>(x, hint) : load_some<T, W>(x, channels);
 }
 
 // A thread of a block that reduces: the column of its channels and the lane of its leaves. Threads that only
@@ -55,11 +54,11 @@ __device__ __forceinline__ ColumnPlace column_place(const Columns& p) {
 
 // The tree over the leaves of a unit, a channel at a time: four leaves by a thread, and those by neighbouring
 // threads. done(channel, node) is called by one thread of each channel's.
-template <bool kFull, class N, class Done>
+template <int W, bool kFull, class N, class Done>
 __device__ __forceinline__ void merge_leaves(const Columns& p, const N* nodes, int leaf_positions, int length,
                                              const Done& done) {
   constexpr int kRun = 4, kRuns = kUnitLeaves / kRun;
-  const int slab = p.columns * kColumnWidth, work = slab * kRuns;
+  const int slab = p.columns * W, work = slab * kRuns;
   for (int first = 0; first < work;
        first += static_cast<int>(blockDim.x)) {  // the whole block goes through it
     const int i = first + static_cast<int>(threadIdx.x);
@@ -71,7 +70,7 @@ __device__ __forceinline__ void merge_leaves(const Columns& p, const N* nodes, i
     };
     N node{};
     if (i < work) {
-      const N* const leaf = nodes + part * kRun * slab + column_of(p, channel);
+      const N* const leaf = nodes + part * kRun * slab + channel % W * p.columns + channel / W;
       const auto join = [&](const N& left, int at, int leaves) {
         return merge_positions<kFull>(left, leaf[at * slab], positions(at - leaves, leaves),
                                       positions(at, leaves));
@@ -89,26 +88,26 @@ __device__ __forceinline__ void merge_leaves(const Columns& p, const N* nodes, i
 
 // The nodes of a unit's channels. leaf(begin, rows, nodes) fills the nodes of a thread's channels, and
 // done(channel, node) gets each channel's root. `nodes`: shared memory for every leaf's.
-template <class N, class Leaf, class Done>
+template <int W, class N, class Leaf, class Done>
 __device__ __forceinline__ void reduce_leaves(const Columns& p, N* nodes, int leaf_positions, int length,
                                               const ColumnPlace& at, bool active, const Leaf& leaf,
                                               const Done& done) {
-  const int slab = p.columns * kColumnWidth;
+  const int slab = p.columns * W;
   if (at.lane < p.lanes) {
 #pragma unroll 1
     for (int i = at.lane; i < kUnitLeaves; i += p.lanes) {
-      N of_thread[kColumnWidth]{};
+      N of_thread[W]{};
       const int begin = i * leaf_positions, rows = present(begin, begin + leaf_positions, length);
       if (active && rows > 0) leaf(begin, rows, of_thread);
 #pragma unroll
-      for (int j = 0; j < kColumnWidth; ++j) nodes[i * slab + j * p.columns + at.column] = of_thread[j];
+      for (int j = 0; j < W; ++j) nodes[i * slab + j * p.columns + at.column] = of_thread[j];
     }
   }
   __syncthreads();
   if (length == kUnitLeaves * leaf_positions)
-    merge_leaves<true>(p, nodes, leaf_positions, length, done);
+    merge_leaves<W, true>(p, nodes, leaf_positions, length, done);
   else
-    merge_leaves<false>(p, nodes, leaf_positions, length, done);
+    merge_leaves<W, false>(p, nodes, leaf_positions, length, done);
 }
 
 // What forward and backward need of a channel. A block makes them once, in shared memory.

@@ -63,6 +63,13 @@ __device__ __forceinline__ T* shared_memory() {
   return reinterpret_cast<T*>(bytes);
 }
 
+// blockIdx.x, read anew: what is made of it need not stay in registers.
+__device__ __forceinline__ unsigned block_index() {
+  unsigned index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
 // The value of the lane `step` above; every lane of the warp calls it.
 __device__ __forceinline__ double shuffle_down(double value, int step) {
   return __shfl_down_sync(0xffffffffu, value, static_cast<unsigned>(step));

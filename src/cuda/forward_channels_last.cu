@@ -21,28 +21,26 @@ __device__ __forceinline__ bool is_exact(float q, bool constant) {
 }
 
 // Moments of a leaf of `rows` positions for each of a thread's channels: micro-batches in order.
-template <class T>
-__device__ __forceinline__ void channels_last_leaf(Node (&leaf)[kColumnWidth], const T* x, std::int64_t pitch,
-                                                   int rows, int channels, bool aligned) {
-  constexpr int W = kColumnWidth;
+template <class T, int W>
+__device__ __forceinline__ void channels_last_leaf(Node (&leaf)[W], const T* x, std::int64_t pitch, int rows,
+                                                   int channels, bool aligned) {
   int first = aligned ? rows / kMicroBatchRows * kMicroBatchRows : 0;  // of what the vectors leave
   PivotSums sums[W]{};
   float pivot[W];
-  const Packed<T, W> first_row = load_row(x, channels, aligned, Hint::last);
+  const Packed<T, W> first_row = load_row<W>(x, channels, aligned, Hint::last);
 #pragma unroll
   for (int j = 0; j < W; ++j) pivot[j] = first_row[j];
   bool exact = true;
-  const T* row = x;
 #pragma unroll 1
-  for (int i = 0; i < first; i += kMicroBatchRows, row += kMicroBatchRows * pitch) {
+  for (int i = 0; i < first; i += kMicroBatchRows, x += kMicroBatchRows * pitch) {
     Packed<T, W> raw[kMicroBatchRows];
-    load_rows(raw, row, pitch, Hint::last);
+    load_rows(raw, x, pitch, Hint::last);
     Deviations s[W];
     bool reliable = true;
 #pragma unroll
     for (int j = 0; j < W; ++j) {
       s[j] = deviations<true>([&](int v) { return raw[v][j]; }, [](int) { return true; }, kMicroBatchRows);
-      reliable = reliable && is_reliable(s[j].q);
+      reliable = reliable & (s[j].q >= kLeastReliable);  // what overflows shows in the squares
       sums[j] = add_full(sums[j], pivot[j], s[j]);
     }
     if (!reliable) {
@@ -51,15 +49,17 @@ __device__ __forceinline__ void channels_last_leaf(Node (&leaf)[kColumnWidth], c
       for (int j = 0; j < W; ++j) exact = exact && is_exact(s[j].q, differences.is_zero(j));
     }
   }
+#pragma unroll
+  for (int j = 0; j < W; ++j) exact = exact && sums[j].squares <= kLargestFinite;
   if (!exact) {  // huge or tiny values: all again
+    x -= first * pitch;
     first = 0;
-    row = x;
 #pragma unroll
     for (int j = 0; j < W; ++j) sums[j] = {};
   }
   // What is ragged or misaligned, a channel at a time; here an inexact micro-batch is summed in double.
 #pragma unroll 1
-  for (; first < rows; first += kMicroBatchRows, row += kMicroBatchRows * pitch) {
+  for (; first < rows; first += kMicroBatchRows, x += kMicroBatchRows * pitch) {
     const int count = rows - first < kMicroBatchRows ? rows - first : kMicroBatchRows;
 #pragma unroll 1
     for (int j = 0; j < W; ++j) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void channels_last_leaf(Node (&leaf)[kColumnWidth], c
       const float own_pivot = pivot[0];
       if (j < channels) {
         float values[kMicroBatchRows];
-        load_column(values, row + j, pitch, count);
+        load_column(values, x + j, pitch, count);
         const auto value = [&](int v) { return values[v]; };
         const Deviations s = deviations<false>(
             value, [&](int v) { return v < count; }, count);
@@ -77,9 +77,9 @@ __device__ __forceinline__ void channels_last_leaf(Node (&leaf)[kColumnWidth], c
         if (is_exact(s.q, constant)) {
           own = add_micro_batch(own, count, own_pivot, s.m, s.d, s.q);
         } else {
-          const Node node = micro_batch_in_double<kMicroBatchRows, 1>(
-              [&](int v, int) { return to_fp32(row[v * pitch + j]); }, [&](int v, int) { return v < count; },
-              count);
+          const Node node =
+              micro_batch_in_double<kMicroBatchRows, 1>([&](int v, int) { return to_fp32(x[v * pitch + j]); },
+                                                        [&](int v, int) { return v < count; }, count);
           own = add_micro_batch(own, count, own_pivot, node.mean, 0.0, node.m2);
         }
       }
@@ -87,8 +87,9 @@ __device__ __forceinline__ void channels_last_leaf(Node (&leaf)[kColumnWidth], c
       rotate(pivot, own_pivot);
     }
   }
+  const double share = 1.0 / rows;
 #pragma unroll
-  for (int j = 0; j < W; ++j) leaf[j] = without_count(moments_of(sums[j], rows, pivot[j]));
+  for (int j = 0; j < W; ++j) leaf[j] = without_count(moments_of(sums[j], rows, share, pivot[j]));
 }
 
 // The tree over the channels of each channel unit, over roots[slab]: whole units in aligned runs of lanes, a
@@ -129,13 +130,12 @@ __device__ __forceinline__ void merge_channels(Node* roots, int units, int membe
   }
 }
 
-// Registers for 768 threads of an SM, of wide rows for 640.
-template <class T>
-constexpr int kStatisticsBound = sizeof(T) == 2 ? 768 : 640;
+template <int W>  // threads of an SM that registers are for: 96 of them for each, or 128
+constexpr int kStatisticsBound = W == 8 ? 512 : 640;
 
 // Shared memory: the nodes of the leaves, then the roots of the channels.
-template <class T>
-__global__ void __launch_bounds__(kStatisticsBound<T>)
+template <class T, int W>
+__global__ void __launch_bounds__(kStatisticsBound<W>)
     statistics_channels_last(const ForwardCall call, const Columns p) {
   Node* const shared = shared_memory<Node>();
   release_next();
@@ -143,30 +143,33 @@ __global__ void __launch_bounds__(kStatisticsBound<T>)
   const Tree& tree = call.d.tree;
   const SlabUnit place = slab_unit(call.d, p, blockIdx.x);
   const ColumnPlace at = column_place(p);
-  const int channels = static_cast<int>(place.channel_end - place.channel_begin);  // of the block
-  const int own = channels - at.column * kColumnWidth;  // of this thread, if positive
+  const int own = static_cast<int>(place.channel_end - place.channel_begin) -
+                  at.column * W;  // channels of this thread, if positive
   const std::int64_t C = call.d.C, begin = tree.unit_begin(place.unit);
   // Inside a unit positions fit an int: a unit is at most S / 256 positions.
   const int leaf_positions = static_cast<int>(tree.leaf_positions);
   const int length = static_cast<int>(tree.unit_end(place.unit) - begin);
-  const bool aligned = p.vectors && own >= kColumnWidth && is_aligned(call.x, kAlignment<T, kColumnWidth>);
-  const T* x = static_cast<const T*>(call.x) + (place.n * call.d.S + begin) * C + place.channel_begin +
-               at.column * kColumnWidth;
-  Node* const roots = shared + kUnitLeaves * p.columns * kColumnWidth;
-  reduce_leaves(
+  const bool aligned = p.vectors && own >= W && is_aligned(call.x, kAlignment<T, W>);
+  const T* x =
+      static_cast<const T*>(call.x) + (place.n * call.d.S + begin) * C + place.channel_begin + at.column * W;
+  Node* const roots = shared + kUnitLeaves * p.columns * W;
+  reduce_leaves<W>(
       p, shared, leaf_positions, length, at, own > 0 && at.lane < p.lanes,
-      [&](int leaf_begin, int rows, Node(&leaf)[kColumnWidth]) {
-        channels_last_leaf<T>(leaf, x + leaf_begin * C, C, rows, own, aligned);
+      [&](int leaf_begin, int rows, Node(&leaf)[W]) {
+        channels_last_leaf(leaf, x + leaf_begin * C, C, rows, own, aligned);
       },
       [&](int channel, const Node& node) { roots[channel] = node; });
   __syncthreads();
 
-  const std::int64_t first = quotient(place.channel_begin, call.d.D);
+  // Again, so that no register kept it through the sweep.
+  const SlabUnit block = slab_unit(call.d, p, block_index());
+  const std::int64_t first = quotient(block.channel_begin, call.d.D);
+  const int channels = static_cast<int>(block.channel_end - block.channel_begin);
   const int members = p.by_channel_unit ? channels : static_cast<int>(call.d.D);
   const std::int64_t unit =
-      p.by_channel_unit ? quotient(place.channel_begin - first * call.d.D, tree.unit_channels) : 0;
+      p.by_channel_unit ? quotient(block.channel_begin - first * call.d.D, tree.unit_channels) : 0;
   Node* const out =
-      call.roots + (place.n * call.d.G + first) * tree.roots() + place.unit * tree.channel_units + unit;
+      call.roots + (block.n * call.d.G + first) * tree.roots() + block.unit * tree.channel_units + unit;
   merge_channels(roots, channels / members, members, static_cast<double>(length),
                  [&](int group, const Node& node) { out[group * tree.roots()] = node; });
 }
@@ -231,7 +234,12 @@ __global__ void __launch_bounds__(kColumnThreads, 4)
 cudaError_t launch_statistics_channels_last(const ForwardCall& call, const Plan& plan, const Queue& queue) {
   return dispatch(call.x_type, [&](auto type) {
     using T = typename decltype(type)::type;
-    return launch(statistics_channels_last<T>, plan.statistics, queue, call, plan.columns);
+    if constexpr (sizeof(T) == 2)
+      if (plan.columns.width == 8)
+        return launch(statistics_channels_last<T, 8>, plan.statistics, queue, call, plan.columns);
+    return plan.columns.width == 4
+               ? launch(statistics_channels_last<T, 4>, plan.statistics, queue, call, plan.columns)
+               : launch(statistics_channels_last<T, 2>, plan.statistics, queue, call, plan.columns);
   });
 }
 

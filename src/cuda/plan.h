@@ -49,9 +49,9 @@ struct Runs {
   bool operator==(const Runs&) const = default;
 };
 
-// channels_last: `columns` threads along the channels, each with kColumnWidth of them; `lanes` along the
-// volume.
+// channels_last: `columns` threads along the channels, each with `width` of them; `lanes` along the volume.
 struct Columns {
+  int width = 0;
   int columns = 0;
   int lanes = 0;                 // a power of two up to kUnitLeaves; each evaluates every lanes-th leaf
   bool vectors = false;          // every thread's channels are one aligned vector, if the pointer is
@@ -118,9 +118,8 @@ constexpr int kNodesOfLeaf = 40;     // places of its lanes' nodes in shared mem
 constexpr int kColumnThreads = 256;  // channels_last: at most, of a block
 constexpr int kTileThreads =
     256;  // contiguous: of a block of an element-wise sweep, four vectors each: fewer leave
-constexpr int kTileVectors = 4;  // what a thread does once dearer than its elements
-constexpr int kColumnWidth =
-    4;  // channels_last: channels of a thread; with eight, nodes and coefficients cost occupancy
+constexpr int kTileVectors = 4;    // what a thread does once dearer than its elements
+constexpr int kColumnWidth = 4;    // channels_last: channels of a thread, but for the statistics
 constexpr int kUnitsOfThread = 8;  // backward: of a channel, merged by one thread
 constexpr int kRowThreads = 256;   // backward: of a block that makes rows
 

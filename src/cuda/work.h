@@ -134,10 +134,4 @@ STEADYNORM_HD SlabUnit slab_unit(const Dimensions& d, const Columns& columns, st
   return r;
 }
 
-// Where channel c of a slab lies among a lane's nodes in shared memory: neighbouring threads, neighbouring
-// nodes.
-STEADYNORM_HD int column_of(const Columns& p, int c) {
-  return c % kColumnWidth * p.columns + c / kColumnWidth;
-}
-
 }  // namespace steadynorm::cuda

@@ -65,7 +65,7 @@ TEST(CudaPlan, ChannelsOfAVectorStayTogetherInTheNamedCases) {
       p.x = p.y = dtype;
       const Plan plan = choose_plan(p, kDevices[1]);
       EXPECT_TRUE(plan.columns.vectors && plan.sum_columns.vectors) << c.name;
-      EXPECT_EQ(plan.columns.slab % kColumnWidth, 0) << c.name;
+      EXPECT_EQ(plan.columns.slab % plan.columns.width, 0) << c.name;
     }
   }
 }
@@ -111,7 +111,7 @@ void expect_contiguous_units_cover(const Problem& p, const Plan& plan) {
 void expect_slabs_cover(const Problem& p, const Columns& columns, const Launch& launch, bool whole_units) {
   const Dimensions d = dimensions_of(p);
   EXPECT_EQ(launch.blocks, d.N * d.tree.spatial_units * columns.slabs);
-  EXPECT_GE(columns.columns * kColumnWidth, columns.slab) << describe(p);
+  EXPECT_GE(columns.columns * columns.width, columns.slab) << describe(p);
   EXPECT_EQ(columns.lanes & (columns.lanes - 1), 0);
   EXPECT_LE(columns.lanes, kUnitLeaves) << describe(p);
   std::int64_t next = 0;
@@ -120,7 +120,7 @@ void expect_slabs_cover(const Problem& p, const Columns& columns, const Launch& 
     ASSERT_EQ(slab.channel_begin, next) << describe(p);
     next = slab.channel_end;
     ASSERT_LE(slab.channel_end - slab.channel_begin, columns.slab) << describe(p);
-    if (columns.vectors) EXPECT_EQ(slab.channel_begin % kColumnWidth, 0) << describe(p);
+    if (columns.vectors) EXPECT_EQ(slab.channel_begin % columns.width, 0) << describe(p);
     if (whole_units)
       for (const std::int64_t border : {slab.channel_begin, slab.channel_end})
         EXPECT_TRUE(border % d.D == 0 || border % d.D % kChannelBlock == 0) << describe(p);

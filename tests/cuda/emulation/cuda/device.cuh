@@ -65,6 +65,8 @@ T* shared_memory() {
   return reinterpret_cast<T*>(emulation::dynamic_memory);
 }
 
+inline unsigned block_index() { return blockIdx.x; }
+
 inline int count_bits(unsigned value) { return std::popcount(value); }
 
 inline double shuffle_down(double value, int step) { return emulation::shuffle_down(value, step); }
