@@ -32,14 +32,9 @@ STEADYNORM_HD Moments merge(const Moments& a, const Moments& b) {
   return {count, a.mean + delta * share, (a.m2 + b.m2) + delta * delta * (a.count * share)};
 }
 
-// A micro-batch is summed in fp32 around its own fp32 mean m: d = sum(x - m), q = sum((x - m)^2).
-// d repairs what rounding m lost: the mean is m + d / n, and m2 = q - d^2 / n.
-STEADYNORM_HD Moments micro_batch_moments(int count, float m, float d, float q) {
-  const double correction = static_cast<double>(d) / count;
-  const double m2 = static_cast<double>(q) - static_cast<double>(d) * correction;
-  return {static_cast<double>(count), static_cast<double>(m) + correction, m2 > 0 ? m2 : 0};
-}
-
+// A micro-batch is summed in fp32 around its own fp32 mean m: d = sum(x - m), q = sum((x - m)^2). d repairs
+// what rounding m lost.
+//
 // A run of micro-batches in order: the sums of x - pivot and of its square, in double. The pivot is one of
 // the values, so that few digits of the squares cancel: at most as many as the run has values, times 2^-53.
 struct PivotSums {

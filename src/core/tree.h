@@ -3,7 +3,7 @@
 // or storage type can change a bit. docs/numerics.md, "The tree", is its specification.
 //
 //   micro-batch   8 x 8 values of a lane (contiguous), 8 positions of a channel (channels_last)       fp32
-//   leaf          32 lanes of micro-batches; a run of micro-batches                  double from here up
+//   leaf          32 lanes, each a run of micro-batches; a run of micro-batches      double from here up
 //   unit          leaves of one channel or of a block of channels; its root is what is stored
 //   group         units: over channel blocks first, then over the volume
 #pragma once
@@ -15,12 +15,13 @@
 
 namespace steadynorm {
 
-constexpr int kMicroBatchRows = 8;             // values that one accumulator adds pairwise
-constexpr int kLanes = 32;                     // of a contiguous leaf
-constexpr int kLaneWidth = 8;                  // consecutive values of a lane
-constexpr int kLeafRow = kLanes * kLaneWidth;  // 256 consecutive values, a row of a contiguous leaf
-constexpr int kContiguousLeaf = kLeafRow * kMicroBatchRows;  // 2048
-constexpr int kContiguousUnits = 128;                        // at most, along a channel
+constexpr int kMicroBatchRows = 8;                      // values that one accumulator adds pairwise
+constexpr int kLanes = 32;                              // of a contiguous leaf
+constexpr int kLaneWidth = 8;                           // consecutive values of a lane
+constexpr int kLeafRow = kLanes * kLaneWidth;           // 256 consecutive values, a row of a contiguous leaf
+constexpr int kLeafBlock = kLeafRow * kMicroBatchRows;  // 2048: a micro-batch of each lane
+constexpr int kContiguousUnits = 128;                   // at most, along a channel
+constexpr int kContiguousUnitLeaves = 8;                // at most, of a unit
 constexpr int kUnitLeaves = 16;     // channels_last: leaves of a unit, each the work of one thread
 constexpr int kChannelBlock = 256;  // channels of a channels_last unit, at most
 constexpr int kSampleBlock = 32;    // samples that dweight and dbias add before the next block
@@ -82,15 +83,19 @@ STEADYNORM_HD Tree make_tree(std::int64_t channels_per_group, std::int64_t posit
     tree.leaf_positions = channels_last_leaf(S);
     tree.unit_positions = kUnitLeaves * tree.leaf_positions;
     tree.unit_channels = D < kChannelBlock ? D : kChannelBlock;
-  } else if (S >= kContiguousLeaf) {
-    tree.leaf_positions = kContiguousLeaf;
-    tree.unit_positions = double_until(kContiguousLeaf, S, kContiguousUnits);
+  } else if (S >= kLeafBlock) {
+    // Long channels have leaves of four blocks or more.
+    tree.unit_positions =
+        double_until(S < 32 * kLeafBlock ? kLeafBlock : 4 * kLeafBlock, S, kContiguousUnits);
+    tree.leaf_positions = tree.unit_positions < 4 * kContiguousUnitLeaves * kLeafBlock
+                              ? (tree.unit_positions < 4 * kLeafBlock ? tree.unit_positions : 4 * kLeafBlock)
+                              : tree.unit_positions / kContiguousUnitLeaves;
     tree.unit_channels = 1;
   } else {  // a leaf is a run of whole channels, a power of two of them
     tree.leaf_positions = S;
     tree.unit_positions = S;
     tree.unit_channels = 1;
-    while (tree.unit_channels < D && tree.unit_channels * 2 * S <= kContiguousLeaf) tree.unit_channels *= 2;
+    while (tree.unit_channels < D && tree.unit_channels * 2 * S <= kLeafBlock) tree.unit_channels *= 2;
     if (tree.unit_channels > D) tree.unit_channels = D;
   }
   tree.spatial_units = divide_up(S, tree.unit_positions);

@@ -54,8 +54,8 @@ struct Kernels {
   const char* name;
 
   // Moments of `count` adjacent contiguous units of `length` values each.
-  void (*row_moments)(Array x, std::int64_t offset, std::int64_t length, std::int64_t count,
-                      Moments* moments);
+  void (*row_moments)(Array x, std::int64_t offset, std::int64_t length, std::int64_t leaf_length,
+                      std::int64_t count, Moments* moments);
 
   // Moments of each column over a channels_last unit's positions, the tile's rows.
   void (*column_moments)(Array x, const Tile& tile, std::int64_t leaf_positions, Moments* moments);
@@ -65,8 +65,8 @@ struct Kernels {
   void (*column_apply)(Activation, Array x, MutableArray y, const Tile& tile, const Coefficients&);
 
   // sum(dz) and sum(dz * normalized), rounded to fp32: of each row, a contiguous unit of one channel ...
-  void (*row_sums)(Activation, Array x, Array dy, const Tile& tile, const Coefficients&, float* dz,
-                   float* dz_normalized);
+  void (*row_sums)(Activation, Array x, Array dy, const Tile& tile, std::int64_t leaf_positions,
+                   const Coefficients&, float* dz, float* dz_normalized);
   // ... of each of width / length adjacent channels of `length` positions; coefficients come per value ...
   void (*run_sums)(Activation, Array x, Array dy, const Tile& tile, std::int64_t length, const Coefficients&,
                    float* dz, float* dz_normalized);

@@ -39,30 +39,26 @@ void gradient_block(const float* __restrict x, const float* __restrict dy, float
 
 // ---- rows ----
 
-inline double lane_tree(const float* lane_sums, int lanes) {
-  double nodes[kLanes];
-  for (int l = 0; l < lanes; ++l) nodes[l] = static_cast<double>(lane_sums[l]);
+inline double lane_tree(double* nodes, int lanes) {
   for (int step = 1; step < lanes; step *= 2)
     for (int l = 0; l + step < lanes; l += 2 * step) nodes[l] += nodes[l + step];
   return nodes[0];
 }
 
-// Fewer terms than a row: lanes hold one v each. The seven missing ones add +0, once for all.
-inline double short_leaf_sum(const float* terms, int length) {
-  float lane_sums[kLanes], last[kLaneWidth] = {};
-  const int full = length / kLaneWidth, rest = length % kLaneWidth;
-  sum_lanes(terms, full, lane_sums);
-  for (int j = 0; j < rest; ++j) last[j] = terms[full * kLaneWidth + j];
-  if (rest != 0) sum_lanes(last, 1, lane_sums + full);
-  const int lanes = full + (rest != 0);
-  for (int l = 0; l < lanes; ++l) lane_sums[l] += 0.0f;
-  return lane_tree(lane_sums, lanes);
-}
-
-// The sum of a contiguous leaf of up to 2048 terms: columns (v), lanes (j) in fp32, then lanes in double.
-inline double leaf_sum(const float* terms, int length) {
-  if (length < kLeafRow) return short_leaf_sum(terms, length);
-  alignas(64) float tail[kLeafRow], columns[kLeafRow], lane_sums[kLanes];
+// The lanes' sums of a block of up to 2048 terms, in fp32 by columns (v), then within lanes (j); how many
+// lanes have any. With fewer terms than a row, lanes hold one v each, and the seven missing ones add +0, once
+// for all.
+inline int block_sums(const float* terms, int length, float* lane_sums) {
+  if (length < kLeafRow) {
+    float last[kLaneWidth] = {};
+    const int full = length / kLaneWidth, rest = length % kLaneWidth, lanes = full + (rest != 0);
+    sum_lanes(terms, full, lane_sums);
+    for (int j = 0; j < rest; ++j) last[j] = terms[full * kLaneWidth + j];
+    if (rest != 0) sum_lanes(last, 1, lane_sums + full);
+    for (int l = 0; l < lanes; ++l) lane_sums[l] += 0.0f;
+    return lanes;
+  }
+  alignas(64) float tail[kLeafRow], columns[kLeafRow];
   alignas(64) static constexpr float kZeros[kLeafRow] = {};
   const int ragged = length % kLeafRow;
   Rows rows{};
@@ -78,25 +74,59 @@ inline double leaf_sum(const float* terms, int length) {
   }
   dispatch_rows(rows.rounded, [&](auto r) { sum_columns<r.value>(rows, columns); });
   sum_lanes(columns, kLanes, lane_sums);
-  return lane_tree(lane_sums, kLanes);
+  return kLanes;
 }
 
-void row_sums(Activation activation, Array x, Array dy, const Tile& tile, const Coefficients& k, float* dz,
-              float* dz_normalized) {
+// The sums of a leaf's lanes, over its blocks in order. The first is not added to zeros: it may be -0.
+class LeafSum {
+ public:
+  void add(const float* terms, int length) {
+    alignas(64) float block[kLanes];
+    const int lanes = block_sums(terms, length, block);
+    if (lanes_ == 0) {
+      lanes_ = lanes;
+      for (int l = 0; l < lanes; ++l) sums_[l] = static_cast<double>(block[l]);
+      return;
+    }
+    for (int l = lanes; l < kLanes; ++l) block[l] = 0;
+    for (int l = 0; l < lanes_; ++l) sums_[l] += static_cast<double>(block[l]);
+  }
+
+  double root() { return lane_tree(sums_, lanes_); }
+
+ private:
+  alignas(64) double sums_[kLanes];
+  int lanes_ = 0;
+};
+
+inline double leaf_sum(const float* terms, int length) {
+  LeafSum sum;
+  sum.add(terms, length);
+  return sum.root();
+}
+
+void row_sums(Activation activation, Array x, Array dy, const Tile& tile, std::int64_t leaf_positions,
+              const Coefficients& k, float* dz, float* dz_normalized) {
   dispatch(activation, [&](auto a) {
     alignas(64) float x_buffer[kBlock], dy_buffer[kBlock];
-    alignas(64) float dz_terms[kContiguousLeaf], dz_normalized_terms[kContiguousLeaf];
+    alignas(64) float dz_terms[kLeafBlock], dz_normalized_terms[kLeafBlock];
     for (std::int64_t r = 0; r < tile.rows; ++r) {
       RunningTree<ChannelSums> tree;
-      for (std::int64_t leaf = 0; leaf < tile.width; leaf += kContiguousLeaf) {
-        const int length = smaller(tile.width - leaf, kContiguousLeaf);
-        for (int i = 0; i < length; i += kBlock) {
-          const std::int64_t offset = tile.offset + r * tile.stride + leaf + i;
-          const int count = smaller(length - i, kBlock);
-          terms_block<a.value, true>(load(x, offset, count, x_buffer), load(dy, offset, count, dy_buffer),
-                                     count, k, static_cast<int>(r), dz_terms + i, dz_normalized_terms + i);
+      for (std::int64_t leaf = 0; leaf < tile.width; leaf += leaf_positions) {
+        const std::int64_t end = leaf + leaf_positions < tile.width ? leaf + leaf_positions : tile.width;
+        LeafSum dz_sum, dz_normalized_sum;
+        for (std::int64_t begin = leaf; begin < end; begin += kLeafBlock) {
+          const int length = smaller(end - begin, kLeafBlock);
+          for (int i = 0; i < length; i += kBlock) {
+            const std::int64_t offset = tile.offset + r * tile.stride + begin + i;
+            const int count = smaller(length - i, kBlock);
+            terms_block<a.value, true>(load(x, offset, count, x_buffer), load(dy, offset, count, dy_buffer),
+                                       count, k, static_cast<int>(r), dz_terms + i, dz_normalized_terms + i);
+          }
+          dz_sum.add(dz_terms, length);
+          dz_normalized_sum.add(dz_normalized_terms, length);
         }
-        tree.push({leaf_sum(dz_terms, length), leaf_sum(dz_normalized_terms, length)});
+        tree.push({dz_sum.root(), dz_normalized_sum.root()});
       }
       const ChannelSums sums = tree.root();
       dz[r] = static_cast<float>(sums.dz);

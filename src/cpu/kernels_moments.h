@@ -69,8 +69,29 @@ inline bool lane_is_exact(const Rows& rows, const float* centre, float q, int la
   return equal;
 }
 
-// A leaf of up to 2048 consecutive values: fp32 by columns (v), then within lanes (j), then lanes in double.
-inline Moments leaf_moments(const float* x, int length) {
+// What the lanes of a leaf have added up: PivotSums and their counts.
+struct LaneRun {
+  alignas(64) float pivot[kLanes];
+  alignas(64) double sum[kLanes];
+  alignas(64) double squares[kLanes];
+  int count[kLanes];
+};
+
+inline void add_lanes(LaneRun& run, int lanes, int n, const float* __restrict m, const float* __restrict d,
+                      const float* __restrict q) {
+  const float* __restrict pivot = run.pivot;
+  double* __restrict sum = run.sum;
+  double* __restrict squares = run.squares;
+  for (int l = 0; l < lanes; ++l) {
+    const PivotSums both = add_micro_batch({sum[l], squares[l]}, n, pivot[l], m[l], d[l], q[l]);
+    sum[l] = both.sum;
+    squares[l] = both.squares;
+  }
+  for (int l = 0; l < lanes; ++l) run.count[l] += n;
+}
+
+// Adds a block of up to 2048 consecutive values: fp32 by columns (v), then within lanes (j).
+inline void add_block(LaneRun& run, bool first, const float* x, int length) {
   alignas(64) float tail[kLeafRow], centre[kLeafRow], d_columns[kLeafRow], q_columns[kLeafRow];
   alignas(64) float d[kLanes], q[kLanes], m[kLanes];
   Rows rows{};
@@ -90,6 +111,8 @@ inline Moments leaf_moments(const float* x, int length) {
 
   const int lanes = rows.width / kLaneWidth;
   const bool equal_lanes = length % kLeafRow == 0 || (length < kLeafRow && length % kLaneWidth == 0);
+  if (first)
+    for (int l = 0; l < lanes; ++l) run.pivot[l] = x[l * kLaneWidth];
   dispatch_rows(rows.rounded, [&](auto r) { sum_columns<r.value>(rows, d_columns); });
   sum_lanes(d_columns, lanes, m);
   for (int l = 0; l < lanes; ++l)
@@ -106,11 +129,34 @@ inline Moments leaf_moments(const float* x, int length) {
 
   bool reliable = true;
   for (int l = 0; l < lanes; ++l) reliable &= is_reliable(q[l]);
-  if (reliable && equal_lanes && (lanes & (lanes - 1)) == 0) {
+  if (reliable && equal_lanes) return add_lanes(run, lanes, lane_count(length, 0), m, d, q);
+  for (int l = 0; l < lanes; ++l) {
+    const int n = lane_count(length, l);
+    if (n == 0) continue;
+    PivotSums sums{run.sum[l], run.squares[l]};
+    if (reliable || lane_is_exact(rows, centre, q[l], l)) {
+      sums = add_micro_batch(sums, n, run.pivot[l], m[l], d[l], q[l]);
+    } else {
+      const Moments lane = exact_lane(x, length, l);
+      sums = add_micro_batch(sums, n, run.pivot[l], lane.mean, 0.0, lane.m2);
+    }
+    run.sum[l] = sums.sum;
+    run.squares[l] = sums.squares;
+    run.count[l] += n;
+  }
+}
+
+// The lanes' nodes, merged.
+inline Moments merge_lanes(const LaneRun& run) {
+  int lanes = kLanes;
+  while (lanes > 0 && run.count[lanes - 1] == 0) --lanes;
+  bool equal = (lanes & (lanes - 1)) == 0;
+  for (int l = 1; l < lanes; ++l) equal &= run.count[l] == run.count[0];
+  if (equal) {
     double mean[kLanes], m2[kLanes];
-    const int count = lane_count(length, 0);
+    const double count = run.count[0], share = 1.0 / count;
     for (int l = 0; l < lanes; ++l) {
-      const Moments lane = micro_batch_moments(count, m[l], d[l], q[l]);
+      const Moments lane = moments_of({run.sum[l], run.squares[l]}, count, share, run.pivot[l]);
       mean[l] = lane.mean;
       m2[l] = lane.m2;
     }
@@ -118,25 +164,26 @@ inline Moments leaf_moments(const float* x, int length) {
   }
   Moments nodes[kLanes];
   for (int l = 0; l < lanes; ++l)
-    nodes[l] = reliable || lane_is_exact(rows, centre, q[l], l)
-                   ? micro_batch_moments(lane_count(length, l), m[l], d[l], q[l])
-                   : exact_lane(x, length, l);
+    nodes[l] = run.count[l] == 0
+                   ? Moments{}
+                   : moments_of({run.sum[l], run.squares[l]}, run.count[l], 1.0 / run.count[l], run.pivot[l]);
   reduce_tree(nodes, lanes);
   return nodes[0];
 }
 
-void row_moments(Array x, std::int64_t offset, std::int64_t length, std::int64_t count, Moments* moments) {
-  alignas(64) float buffer[kContiguousLeaf];
+void row_moments(Array x, std::int64_t offset, std::int64_t length, std::int64_t leaf_length,
+                 std::int64_t count, Moments* moments) {
+  alignas(64) float buffer[kLeafBlock];
   for (std::int64_t unit = 0; unit < count; ++unit, offset += length) {
-    if (length <= kContiguousLeaf) {
-      const int n = static_cast<int>(length);
-      moments[unit] = leaf_moments(load(x, offset, n, buffer), n);
-      continue;
-    }
     RunningTree<Moments> tree;
-    for (std::int64_t i = 0; i < length; i += kContiguousLeaf) {
-      const int n = smaller(length - i, kContiguousLeaf);
-      tree.push(leaf_moments(load(x, offset + i, n, buffer), n));
+    for (std::int64_t leaf = 0; leaf < length; leaf += leaf_length) {
+      const std::int64_t end = leaf + leaf_length < length ? leaf + leaf_length : length;
+      LaneRun run{};
+      for (std::int64_t i = leaf; i < end; i += kLeafBlock) {
+        const int n = smaller(end - i, kLeafBlock);
+        add_block(run, i == leaf, load(x, offset + i, n, buffer), n);
+      }
+      tree.push(merge_lanes(run));
     }
     moments[unit] = tree.root();
   }

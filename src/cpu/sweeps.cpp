@@ -114,9 +114,10 @@ void unit_moments(const Problem& p, const Tree& tree, const void* x, Moments* ro
   const Kernels& kernel = kernels();
   const Array input{x, p.x};
   const std::int64_t N = p.samples, C = p.channels, G = p.groups, S = p.positions, D = p.channels_per_group();
-  if (p.layout == Layout::contiguous && tree.roots() == 1) {  // groups are adjacent units
+  const std::int64_t leaf_length = tree.leaf_positions * tree.unit_channels;  // contiguous
+  if (p.layout == Layout::contiguous && tree.roots() == 1) {                  // groups are adjacent units
     parallel(N * G, [&](std::int64_t begin, std::int64_t end) {
-      kernel.row_moments(input, begin * D * S, D * S, end - begin, roots + begin);
+      kernel.row_moments(input, begin * D * S, D * S, leaf_length, end - begin, roots + begin);
     });
   } else if (p.layout == Layout::contiguous) {
     parallel(N * G * tree.roots(), [&](std::int64_t begin, std::int64_t end) {
@@ -125,7 +126,7 @@ void unit_moments(const Problem& p, const Tree& tree, const void* x, Moments* ro
         const std::int64_t unit = root / tree.channel_units, block = root % tree.channel_units;
         const std::int64_t c = tree.channel_begin(block), s = tree.unit_begin(unit);
         const std::int64_t length = (tree.channel_end(block) - c) * (tree.unit_end(unit) - s);
-        kernel.row_moments(input, (group * D + c) * S + s, length, 1, roots + item);
+        kernel.row_moments(input, (group * D + c) * S + s, length, leaf_length, 1, roots + item);
       }
     });
   } else {
@@ -194,7 +195,8 @@ void unit_sums(const Problem& p, const Tree& tree, const ChannelSource& source, 
           kernel.run_sums(p.activation, input, gradient, {first * S, 1, 0, count * S}, S, k, dz,
                           dz_normalized);
         } else {
-          kernel.row_sums(p.activation, input, gradient, {first * S, count, S, S}, k, dz, dz_normalized);
+          kernel.row_sums(p.activation, input, gradient, {first * S, count, S, S}, tree.leaf_positions, k, dz,
+                          dz_normalized);
         }
       }
     });
@@ -206,8 +208,8 @@ void unit_sums(const Problem& p, const Tree& tree, const ChannelSource& source, 
         const std::int64_t n = channel / C, c = channel % C, s = tree.unit_begin(unit);
         const std::int64_t to = (n * tree.spatial_units + unit) * C + c;
         source.backward_coefficients(channel, 1, k);
-        kernel.row_sums(p.activation, input, gradient, {channel * S + s, 1, 0, tree.unit_end(unit) - s}, k,
-                        units.dz + to, units.dz_normalized + to);
+        kernel.row_sums(p.activation, input, gradient, {channel * S + s, 1, 0, tree.unit_end(unit) - s},
+                        tree.leaf_positions, k, units.dz + to, units.dz_normalized + to);
       }
     });
   } else {

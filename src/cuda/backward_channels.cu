@@ -90,10 +90,10 @@ __device__ void group_mean(const BackwardCall& call, std::int64_t block, int seg
           if (i + step < warps_there) w[i] = merge(w[i], w[i + step]);
       sums = w[0];
     }
-    if (rounds > 1 && thread == 0) push_node(levels, 1, round, sums);
+    if (rounds > 1 && thread == 0) push_node(levels, round, sums);
   }
   if (place != 0 || group >= groups) return;
-  if (rounds > 1) sums = root_of_nodes(levels, 1, rounds);
+  if (rounds > 1) sums = root_of_nodes(levels, rounds);
   const GroupMeans means = group_means(sums, static_cast<double>(D) * static_cast<double>(call.d.S));
   call.means[group] = float2{means.dz, means.dz_normalized};
 }

@@ -28,8 +28,8 @@ __device__ __forceinline__ void channels_last_leaf_sums(ChannelSums (&leaf)[kCol
     for (; first + kMicroBatchRows <= rows; first += kMicroBatchRows) {
       Packed<T, W> raw_x[kMicroBatchRows];
       Packed<U, W> raw_dy[kMicroBatchRows];
-      load_rows(raw_x, x, pitch, Hint::last);
-      load_rows(raw_dy, dy, pitch, Hint::last);
+      load_rows(raw_x, x, pitch);
+      load_rows(raw_dy, dy, pitch);
       x += kMicroBatchRows * pitch, dy += kMicroBatchRows * pitch;
 #pragma unroll
       for (int j = 0; j < W; ++j)
@@ -140,8 +140,8 @@ __global__ void __launch_bounds__(kColumnThreads, sizeof(T) + sizeof(U) == 4 ? 3
   Packed<U, W> raw_dy[kSweepRows];
   int batches = aligned ? at.rows / kSweepRows : 0, rest = at.rows;
   const auto load_batch = [&] {
-    load_rows(raw_x, x, pitch, Hint::none);
-    load_rows(raw_dy, dy, pitch, Hint::none);
+    load_rows(raw_x, x, pitch);
+    load_rows(raw_dy, dy, pitch);
   };
   if (batches > 0) load_batch();
   release_next();
@@ -168,8 +168,8 @@ __global__ void __launch_bounds__(kColumnThreads, sizeof(T) + sizeof(U) == 4 ? 3
   }
 #pragma unroll 1
   for (; rest > 0; --rest, x += pitch, dy += pitch, dx += pitch)
-    write_gradient_row<A>(dx, load_row(x, at.channels, aligned, Hint::none),
-                          load_row(dy, at.channels, aligned, Hint::none), c, means, at.channels, aligned);
+    write_gradient_row<A>(dx, load_row(x, at.channels, aligned), load_row(dy, at.channels, aligned), c, means,
+                          at.channels, aligned);
 }
 
 }  // namespace

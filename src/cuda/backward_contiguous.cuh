@@ -40,16 +40,26 @@ __device__ __forceinline__ Pair lane_sums(const T* x, const U* dy, int length, i
       [&](int j) { return kRows == kMicroBatchRows ? columns[j] : plus_missing(columns[j]); });
 }
 
+// The sums of a leaf of `length` values of one channel by one warp; lane 0 gets them.
 template <class T, class U, Activation A, int kRows>
 __device__ __forceinline__ ChannelSums contiguous_leaf_sums(const T* x, const U* dy, int length, int lane,
                                                             const Coefficients& c) {
-  const Pair sums = length == kRows * kLeafRow ? lane_sums<T, U, A, kRows, true>(x, dy, length, lane, c)
-                                               : lane_sums<T, U, A, kRows, false>(x, dy, length, lane, c);
+  constexpr int kBlock = kRows * kLeafRow;
+  ChannelSums sums{};
+  int begin = 0;
+  const auto add = [&](const Pair& block) {  // the first is not added to zeros: it may be -0
+    const ChannelSums node{block.first, block.second};
+    sums = begin == 0 ? node : merge(sums, node);
+  };
+#pragma unroll 1
+  for (; begin + kBlock <= length; begin += kBlock)
+    add(lane_sums<T, U, A, kRows, true>(x + begin, dy + begin, kBlock, lane, c));
+  if (begin < length) add(lane_sums<T, U, A, kRows, false>(x + begin, dy + begin, length - begin, lane, c));
   const int lanes = length >= kLeafRow ? kLanes : (length + kLaneWidth - 1) / kLaneWidth;
-  return warp_tree(ChannelSums{sums.first, sums.second}, kLanes, lanes);
+  return warp_tree(sums, kLanes, lanes);
 }
 
-// Shared memory: the sums of each warp, then each warp's binary counter.
+// Shared memory: the sums of each warp.
 // gelu_tanh needs a few registers more than the 128 that two blocks on an SM leave.
 template <class T, class U, Activation A, int kRows>
 __global__ void __launch_bounds__(kLeafWarps* kLanes, A == Activation::gelu_tanh ? 1 : 2)
@@ -57,51 +67,40 @@ __global__ void __launch_bounds__(kLeafWarps* kLanes, A == Activation::gelu_tanh
   ChannelSums* const nodes = shared_memory<ChannelSums>();
   release_next();
   wait_for_previous();
-  const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  const std::int64_t units = contiguous_sum_units(call.d);
+  const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes, leaf = warp % runs.leaves_per_unit;
   const std::int64_t index =
-      std::int64_t{blockIdx.x} * (runs.warps / runs.runs_per_unit) + warp / runs.runs_per_unit;
+      std::int64_t{blockIdx.x} * (runs.warps / runs.leaves_per_unit) + warp / runs.leaves_per_unit;
   // Inside a unit positions fit an int: a unit is at most S / 64 positions.
-  const int run_length = static_cast<int>(runs.leaves_per_run) * kContiguousLeaf;
-  const int run_begin = warp % runs.runs_per_unit * run_length;
+  const int leaf_length = static_cast<int>(call.d.tree.leaf_positions);
+  const bool active = index < contiguous_sum_units(call.d);
 
   ChannelSums node{};
   int unit_length = 0;
-  if (index < units) {
+  if (active) {
     const ChannelUnit unit = contiguous_sum_unit(call.d, index);
     unit_length = static_cast<int>(unit.length);
     const RowPlace place = row_place(call.d, unit.row);
     const Coefficients c = load_coefficients(call, place.n, place.c, place.group);
-    const T* x = static_cast<const T*>(call.x) + unit.begin;
-    const U* dy = static_cast<const U*>(call.dy) + unit.begin;
-    ChannelSums* levels = nodes + runs.warps + warp * runs.levels;
-    int leaf = 0;
-#pragma unroll 1
-    for (; leaf < runs.leaves_per_run; ++leaf) {
-      const int begin = run_begin + leaf * kContiguousLeaf;
-      const int length = present(begin, begin + kContiguousLeaf, unit_length);
-      if (length == 0) break;
-      node = contiguous_leaf_sums<T, U, A, kRows>(x + begin, dy + begin, length, lane, c);
-      if (runs.leaves_per_run > 1 && lane == 0) push_node(levels, 1, leaf, node);
-    }
-    if (runs.leaves_per_run > 1 && lane == 0 && leaf > 0) node = root_of_nodes(levels, 1, leaf);
+    const int begin = leaf * leaf_length, length = present(begin, begin + leaf_length, unit_length);
+    const std::int64_t from = unit.begin + begin;
+    if (length > 0)
+      node = contiguous_leaf_sums<T, U, A, kRows>(static_cast<const T*>(call.x) + from,
+                                                  static_cast<const U*>(call.dy) + from, length, lane, c);
   }
-  if (runs.runs_per_unit > 1) {
+  if (runs.leaves_per_unit > 1) {
     if (lane == 0) nodes[warp] = node;
     __syncthreads();
-    if (lane != 0 || warp % runs.runs_per_unit != 0 || index >= units) return;
-    const int there = (unit_length + run_length - 1) / run_length;
-    ChannelSums run[kLeafWarps];
-#pragma unroll
-    for (int r = 0; r < kLeafWarps; ++r) run[r] = r < there ? nodes[warp + r] : ChannelSums{};
-#pragma unroll
-    for (int step = 1; step < kLeafWarps; step *= 2)
-#pragma unroll
-      for (int r = 0; r < kLeafWarps; r += 2 * step)
-        if (r + step < there) run[r] = merge(run[r], run[r + step]);
-    node = run[0];
+    if (leaf == 0 && lane == 0) {
+      const int there = (unit_length + leaf_length - 1) / leaf_length;
+#pragma unroll 1
+      for (int step = 1; step < there; step *= 2)
+#pragma unroll 1
+        for (int i = 0; i + step < there; i += 2 * step)
+          nodes[warp + i] = merge(nodes[warp + i], nodes[warp + i + step]);
+      node = nodes[warp];
+    }
   }
-  if (lane == 0 && index < units)
+  if (active && leaf == 0 && lane == 0)
     call.partials[index] = float2{static_cast<float>(node.dz), static_cast<float>(node.dz_normalized)};
 }
 
@@ -124,8 +123,8 @@ __global__ void __launch_bounds__(kTileThreads, 3)
 #pragma unroll
   for (int v = 0; v < kTileVectors; ++v)
     if (v * kTileThreads + thread < tile.count) {
-      raw_x[v] = load<T, W>(x + v * kTileThreads * W, Hint::none);
-      raw_dy[v] = load<U, W>(dy + v * kTileThreads * W, Hint::none);
+      raw_x[v] = load<T, W>(x + v * kTileThreads * W);
+      raw_dy[v] = load<U, W>(dy + v * kTileThreads * W);
     }
   release_next();
   wait_for_previous();
@@ -175,8 +174,8 @@ __global__ void __launch_bounds__(kTileThreads, 2)
     const std::int64_t valid = total - begin - offset;
     const T* x = static_cast<const T*>(call.x) + begin + offset;
     const U* dy = static_cast<const U*>(call.dy) + begin + offset;
-    raw_x[v] = aligned && valid >= W ? load<T, W>(x, Hint::none) : load_some<T, W>(x, valid);
-    raw_dy[v] = aligned_dy && valid >= W ? load<U, W>(dy, Hint::none) : load_some<U, W>(dy, valid);
+    raw_x[v] = aligned && valid >= W ? load<T, W>(x) : load_some<T, W>(x, valid);
+    raw_dy[v] = aligned_dy && valid >= W ? load<U, W>(dy) : load_some<U, W>(dy, valid);
   }
   release_next();
   const TilePlace first = tile_place(begin, S);

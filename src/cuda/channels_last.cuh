@@ -11,10 +11,9 @@ namespace steadynorm::cuda {
 constexpr int kSweepRows = 4;  // rows that a thread of a sweep loads before it uses the first
 // kCount whole rows of a thread's channels, aligned.
 template <class T, int W, int kCount>
-__device__ __forceinline__ void load_rows(Packed<T, W> (&raw)[kCount], const T* x, std::int64_t pitch,
-                                          Hint hint) {
+__device__ __forceinline__ void load_rows(Packed<T, W> (&raw)[kCount], const T* x, std::int64_t pitch) {
 #pragma unroll
-  for (int v = 0; v < kCount; ++v, x += pitch) raw[v] = load<T, W>(x, hint);
+  for (int v = 0; v < kCount; ++v, x += pitch) raw[v] = load<T, W>(x);
 }
 
 // What is ragged or misaligned: a micro-batch of one channel, or one row of a thread's. +0 for what is not
@@ -37,8 +36,8 @@ __device__ __forceinline__ void rotate(Item (&items)[W], const Item& last) {
 }
 
 template <int W = kColumnWidth, class T>
-__device__ __forceinline__ Packed<T, W> load_row(const T* x, int channels, bool aligned, Hint hint) {
-  return aligned ? load<T, W>(x, hint) : load_some<T, W>(x, channels);
+__device__ __forceinline__ Packed<T, W> load_row(const T* x, int channels, bool aligned) {
+  return aligned ? load<T, W>(x) : load_some<T, W>(x, channels);
 }
 
 // A thread of a block that reduces: the column of its channels and the lane of its leaves. Threads that only

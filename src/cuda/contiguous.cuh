@@ -15,62 +15,73 @@ __device__ __forceinline__ void load_leaf_rows(Packed<T, kLaneWidth> (&raw)[kCou
   const T* p = leaf + kLeafRow * first + kLaneWidth * lane;
   if (aligned && length >= kLeafRow * (first + kCount)) {
 #pragma unroll
-    for (int v = 0; v < kCount; ++v) raw[v] = load<T, kLaneWidth>(p + kLeafRow * v, Hint::last);
+    for (int v = 0; v < kCount; ++v) raw[v] = load<T, kLaneWidth>(p + kLeafRow * v);
   } else {
 #pragma unroll
     for (int v = 0; v < kCount; ++v) {
       const int rest = lane_rest(length, lane, first + v);
       if (aligned && rest >= kLaneWidth)
-        raw[v] = load<T, kLaneWidth>(p + kLeafRow * v, Hint::last);
+        raw[v] = load<T, kLaneWidth>(p + kLeafRow * v);
       else
         raw[v] = load_some<T, kLaneWidth>(p + kLeafRow * v, rest);
     }
   }
 }
 
-// Moments of a leaf of `length` values by one warp; lane 0 gets them. The count is the length. Full leaves of
-// eight rows are better off in full_leaves().
+// What a lane adds of one block of a leaf: kRows rows of it, of `length` values.
+template <class T, int kRows, bool kFull>
+__device__ __forceinline__ PivotSums add_block(const PivotSums& before, float& pivot, bool first,
+                                               const T* block, int length, int lane, int count,
+                                               bool aligned) {
+  Packed<T, kLaneWidth> raw[kRows];
+  load_leaf_rows<T, kRows>(raw, block, 0, length, lane, aligned);
+  if (first) pivot = raw[0][0];
+  const int rest =
+      length - kLaneWidth * lane;  // a value is there when its offset in the lane's rows is below this
+  return add_lane_values<kRows, kLaneWidth, kFull>(
+      before, pivot, [&](int v, int j) { return raw[v][j]; },
+      [&](int v, int j) { return to_fp32(block[kLeafRow * v + kLaneWidth * lane + j]); },
+      [&](int v, int j) { return kFull || kLeafRow * v + j < rest; }, count, [&] { unpack_again(raw); });
+}
+
+// Moments of a leaf of `length` values by one warp; lane 0 gets them. The count is the length.
 template <class T, int kRows>
 __device__ __forceinline__ Node contiguous_leaf(const T* leaf, int length, int lane) {
+  constexpr int kBlock = kRows * kLeafRow;
   const bool aligned = is_aligned(leaf, kAlignment<T, kLaneWidth>);
-  Packed<T, kLaneWidth> raw[kRows];
-  load_leaf_rows<T, kRows>(raw, leaf, 0, length, lane, aligned);
-  const auto x = [&](int v, int j) { return raw[v][j]; };
-  const auto stored = [&](int v, int j) { return to_fp32(leaf[kLeafRow * v + kLaneWidth * lane + j]); };
-  if constexpr (kRows < kMicroBatchRows) {
-    if (length == kRows * kLeafRow) {
-      const auto all = [](int, int) { return true; };
-      return warp_tree(micro_batch<kRows, kLaneWidth, true>(x, stored, all, kRows * kLaneWidth),
-                       kRows * kLaneWidth);
-    }
-  }
-  const int count = lane_count(length, lane);
-  const int rest =
-      length - kLaneWidth * lane;  // an element is there when its offset in the lane's rows is below this
-  const auto there = [&](int v, int j) { return kLeafRow * v + j < rest; };
+  PivotSums sums{};
+  float pivot = 0;
+  int begin = 0;
+#pragma unroll 1
+  for (; begin + kBlock <= length; begin += kBlock)
+    sums = add_block<T, kRows, true>(sums, pivot, begin == 0, leaf + begin, kBlock, lane, kRows * kLaneWidth,
+                                     aligned);
+  int count = begin / kLanes;
+  if (begin == length) return warp_tree(without_count(moments_of(sums, count, 1.0 / count, pivot)), count);
+  const int more = lane_count(length - begin, lane);
+  if (more > 0)
+    sums = add_block<T, kRows, false>(sums, pivot, begin == 0, leaf + begin, length - begin, lane, more,
+                                      aligned);
+  count += more;
   Moments moments{};
-  if (count != 0)
-    moments = with_count(
-        micro_batch<kRows, kLaneWidth, false>(x, stored, there, count, [&] { unpack_again(raw); }), count);
+  if (count > 0) moments = moments_of(sums, count, 1.0 / count, pivot);
   return without_count(warp_tree(moments, kLanes));
 }
 
-// Moments of up to four full leaves in a row by one warp; lane 8 i gets those of leaf i. `exchange` is the
-// warp's own kFullLeaves * kNodesOfLeaf places: each lane gives its node of every leaf, and takes four nodes
-// of one leaf, so that the lanes merge four leaves' trees at a time.
+// Moments of up to four leaves of one full block in a row by one warp; lane 8 i gets those of leaf i.
+// `exchange` is the warp's own kFullLeaves * kNodesOfLeaf places: each lane gives its node of every leaf, and
+// takes four nodes of one leaf, so that the lanes merge four leaves' trees at a time.
 template <class T>
 __device__ __forceinline__ Node full_leaves(const T* x, int leaves, int lane, Node* exchange) {
   constexpr int kOfMicroBatch = kMicroBatchRows * kLaneWidth;
   const bool aligned = is_aligned(x, kAlignment<T, kLaneWidth>);
 #pragma unroll 1
   for (int i = 0; i < leaves; ++i) {
-    const T* leaf = x + i * kContiguousLeaf;
-    Packed<T, kLaneWidth> raw[kMicroBatchRows];
-    load_leaf_rows<T, kMicroBatchRows>(raw, leaf, 0, kContiguousLeaf, lane, aligned);
-    exchange[i * kNodesOfLeaf + lane + lane / 4] = micro_batch<kMicroBatchRows, kLaneWidth, true>(
-        [&](int v, int j) { return raw[v][j]; },
-        [&](int v, int j) { return to_fp32(leaf[kLeafRow * v + kLaneWidth * lane + j]); },
-        [](int, int) { return true; }, kOfMicroBatch, [&] { unpack_again(raw); });
+    float pivot = 0;
+    const PivotSums sums = add_block<T, kMicroBatchRows, true>({}, pivot, true, x + i * kLeafBlock,
+                                                               kLeafBlock, lane, kOfMicroBatch, aligned);
+    exchange[i * kNodesOfLeaf + lane + lane / 4] =
+        without_count(moments_of(sums, kOfMicroBatch, 1.0 / kOfMicroBatch, pivot));
   }
   warp_barrier();
   const Node* own =
@@ -80,7 +91,6 @@ __device__ __forceinline__ Node full_leaves(const T* x, int leaves, int lane, No
   };
   Node node =
       merged(merged(own[0], own[1], kOfMicroBatch), merged(own[2], own[3], kOfMicroBatch), 2 * kOfMicroBatch);
-  warp_barrier();
 #pragma unroll
   for (int step = 1; step < 8; step *= 2) {
     const Node right{shuffle_down(node.mean, step), shuffle_down(node.m2, step)};

@@ -27,14 +27,14 @@ __device__ __forceinline__ void channels_last_leaf(Node (&leaf)[W], const T* x, 
   int first = aligned ? rows / kMicroBatchRows * kMicroBatchRows : 0;  // of what the vectors leave
   PivotSums sums[W]{};
   float pivot[W];
-  const Packed<T, W> first_row = load_row<W>(x, channels, aligned, Hint::last);
+  const Packed<T, W> first_row = load_row<W>(x, channels, aligned);
 #pragma unroll
   for (int j = 0; j < W; ++j) pivot[j] = first_row[j];
   bool exact = true;
 #pragma unroll 1
   for (int i = 0; i < first; i += kMicroBatchRows, x += kMicroBatchRows * pitch) {
     Packed<T, W> raw[kMicroBatchRows];
-    load_rows(raw, x, pitch, Hint::last);
+    load_rows(raw, x, pitch);
     Deviations s[W];
     bool reliable = true;
 #pragma unroll
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kColumnThreads, 4)
 
   Packed<T, W> raw[kSweepRows];
   int batches = aligned ? at.rows / kSweepRows : 0;
-  if (batches > 0) load_rows(raw, x, pitch, Hint::none);
+  if (batches > 0) load_rows(raw, x, pitch);
   release_next();
   wait_for_previous();
   const auto make = [&](int place, std::int64_t channel, std::int64_t group) {
@@ -221,11 +221,11 @@ __global__ void __launch_bounds__(kColumnThreads, 4)
 #pragma unroll
       for (int v = 0; v < kSweepRows; ++v, y += pitch) write_row<A>(y, raw[v], c, W, true);
       x += kSweepRows * pitch;
-      if (--batches > 0) load_rows(raw, x, pitch, Hint::none);
+      if (--batches > 0) load_rows(raw, x, pitch);
     }
 #pragma unroll 1
     for (; rest > 0; --rest, x += pitch, y += pitch)
-      write_row<A>(y, load_row(x, at.channels, aligned, Hint::none), c, at.channels, aligned);
+      write_row<A>(y, load_row(x, at.channels, aligned), c, at.channels, aligned);
   });
 }
 

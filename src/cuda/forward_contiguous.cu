@@ -12,8 +12,6 @@ constexpr int kFullLeafBlocks = sizeof(T) == 2
                                     ? 5
                                     : 4;  // of an SM: 96 registers hold 64 values unpacked from 16 bits
 
-constexpr int kFullLevel = 2;  // of a warp's binary counter: a node there is kFullLeaves leaves
-
 // Every unit is a full leaf: they lie in memory one behind the other.
 template <class T>
 __global__ void __launch_bounds__(kFullLeafWarps* kLanes, kFullLeafBlocks<T>)
@@ -27,97 +25,53 @@ __global__ void __launch_bounds__(kFullLeafWarps* kLanes, kFullLeafBlocks<T>)
   if (first >= units) return;
   const int there =
       static_cast<int>(units - first < static_cast<std::uint32_t>(leaves) ? units - first : leaves);
-  const Node node = full_leaves(static_cast<const T*>(call.x) + std::int64_t{first} * kContiguousLeaf, there,
-                                lane, exchange + warp * kFullLeaves * kNodesOfLeaf);
+  const Node node = full_leaves(static_cast<const T*>(call.x) + std::int64_t{first} * kLeafBlock, there, lane,
+                                exchange + warp * kFullLeaves * kNodesOfLeaf);
   if (lane % 8 != 0 || lane / 8 >= there) return;
   call.roots[contiguous_unit(call.d, first + lane / 8).root] = node;
 }
 
-// Shared memory: a node per warp, then each warp's binary counter, then what it exchanges.
+// Shared memory: a node per warp.
 template <class T, int kRows>
 __global__ void __launch_bounds__(kLeafWarps* kLanes, 2)
     statistics_contiguous(const ForwardCall call, const Runs runs) {
   Node* const nodes = shared_memory<Node>();
   release_next();
   wait_for_previous();
-  const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  const std::int64_t units = contiguous_units(call.d);
-  const std::int64_t first_unit = std::int64_t{blockIdx.x} * (runs.warps / runs.runs_per_unit);
-  const std::int64_t index = first_unit + warp / runs.runs_per_unit;
+  const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes, leaf = warp % runs.leaves_per_unit;
+  const std::int64_t index =
+      std::int64_t{blockIdx.x} * (runs.warps / runs.leaves_per_unit) + warp / runs.leaves_per_unit;
   // Inside a unit positions fit an int: a unit is at most S / 64 positions.
-  const int run_length = static_cast<int>(runs.leaves_per_run) * kContiguousLeaf;
-  const int run_begin = warp % runs.runs_per_unit * run_length;
-
+  const int leaf_length = static_cast<int>(call.d.tree.leaf_positions * call.d.tree.unit_channels);
+  const auto positions = [&](int first, int leaves, int length) {
+    return present(first * leaf_length, (first + leaves) * leaf_length, length);
+  };
   Node node{};
   int unit_length = 0;
   Node* root = nullptr;
-  if (index < units) {
+  if (index < contiguous_units(call.d)) {
     const ContiguousUnit unit = contiguous_unit(call.d, index);
     unit_length = static_cast<int>(unit.length);
     root = call.roots + unit.root;
-    const T* x = static_cast<const T*>(call.x) + unit.begin;
-    Node* levels = nodes + runs.warps + warp * runs.levels;
-    Node* exchange = nodes + runs.warps * (1 + runs.levels) + warp * kFullLeaves * kNodesOfLeaf;
-    int leaf = 0;
-    const auto push = [&](const Node& n, int length) {
-      if (lane == 0) push_node(levels, 1, leaf, with_count(n, length), kContiguousLeaf);
-      ++leaf;
-    };
+    const int length = positions(leaf, 1, unit_length);
+    if (length > 0)
+      node = contiguous_leaf<T, kRows>(static_cast<const T*>(call.x) + unit.begin + leaf * leaf_length,
+                                       length, lane);
+  }
+  if (runs.leaves_per_unit > 1) {
+    if (lane == 0) nodes[warp] = node;
+    __syncthreads();
+    if (leaf == 0 && lane == 0)
 #pragma unroll 1
-    while (leaf < runs.leaves_per_run) {
-      const int begin = run_begin + leaf * kContiguousLeaf, rest = unit_length - begin;
-      if (rest <= 0) break;
-      const int most = runs.leaves_per_run - leaf < kFullLeaves ? static_cast<int>(runs.leaves_per_run) - leaf
-                                                                : kFullLeaves;
-      const int full = rest / kContiguousLeaf < most ? rest / kContiguousLeaf : most;
-      if (kRows < kMicroBatchRows || full == 0) {
-        const int length = rest < kContiguousLeaf ? rest : kContiguousLeaf;
-        push(contiguous_leaf<T, kRows>(x + begin, length, lane), length);
-        continue;
-      }
-      Node nodes_of = full_leaves(x + begin, full, lane, exchange);
-      if (full < kFullLeaves) {
+      for (int step = 1; step < runs.leaves_per_unit; step *= 2)
 #pragma unroll 1
-        for (int i = 0; i < full; ++i)
-          push({shuffle_down(nodes_of.mean, 8 * i), shuffle_down(nodes_of.m2, 8 * i)}, kContiguousLeaf);
-        continue;
-      }
-#pragma unroll
-      for (int step = 8; step < kLanes; step *= 2) {
-        const Node right{shuffle_down(nodes_of.mean, step), shuffle_down(nodes_of.m2, step)};
-        const double count = step / 8 * kContiguousLeaf;
-        nodes_of = without_count(merge(with_count(nodes_of, count), with_count(right, count)));
-      }
-      constexpr double kCount = kFullLeaves * kContiguousLeaf;
-      if (lane == 0)
-        push_node(levels + kFullLevel, 1, leaf / kFullLeaves, with_count(nodes_of, kCount), kCount);
-      leaf += kFullLeaves;
-    }
-    if (lane == 0 && leaf > 0)
-      node = without_count(root_of_nodes(levels, 1, leaf, kContiguousLeaf,
-                                         present(run_begin, run_begin + run_length, unit_length)));
+        for (int i = 0; i < runs.leaves_per_unit; i += 2 * step)
+          nodes[warp + i] = without_count(
+              merge(with_count(nodes[warp + i], positions(i, step, unit_length)),
+                    with_count(nodes[warp + i + step], positions(i + step, step, unit_length))));
+    if (leaf == 0 && lane == 0) node = nodes[warp];
   }
-  if (runs.runs_per_unit == 1) {
-    if (index < units && lane == 0) *root = node;
-    return;
-  }
-
-  if (lane == 0) nodes[warp] = node;
-  __syncthreads();
-  if (lane == 0 && warp % runs.runs_per_unit == 0 && index < units) {
-    Moments run[kLeafWarps];
-#pragma unroll
-    for (int r = 0; r < kLeafWarps; ++r) {
-      run[r] = Moments{};
-      if (r < runs.runs_per_unit)
-        run[r] = with_count(nodes[warp + r], present(r * run_length, (r + 1) * run_length, unit_length));
-    }
-#pragma unroll
-    for (int step = 1; step < kLeafWarps; step *= 2)
-#pragma unroll
-      for (int r = 0; r < kLeafWarps; r += 2 * step) run[r] = merge(run[r], run[r + step]);
-    *root = without_count(run[0]);
-  }
+  if (root != nullptr && leaf == 0 && lane == 0) *root = node;
 }
 
 // Few roots a group, and few groups a tile: every block merges the roots of its groups itself, which saves a
@@ -149,7 +103,7 @@ __global__ void __launch_bounds__(kTileThreads, kMerges ? 3 : 5)
   const T* x = static_cast<const T*>(call.x) + std::int64_t{tile.begin + thread} * W;
 #pragma unroll
   for (int v = 0; v < kTileVectors; ++v)
-    if (v * kTileThreads + thread < tile.count) raw[v] = load<T, W>(x + v * kTileThreads * W, Hint::none);
+    if (v * kTileThreads + thread < tile.count) raw[v] = load<T, W>(x + v * kTileThreads * W);
   release_next();
   wait_for_previous();
 
@@ -210,7 +164,7 @@ __global__ void __launch_bounds__(kTileThreads) apply_contiguous(const ForwardCa
   for (int v = 0; v < kTileVectors; ++v) {
     const int offset = (v * kTileThreads + static_cast<int>(threadIdx.x)) * W;
     const std::int64_t valid = total - begin - offset;
-    raw[v] = aligned && valid >= W ? load<T, W>(x + offset, Hint::none) : load_some<T, W>(x + offset, valid);
+    raw[v] = aligned && valid >= W ? load<T, W>(x + offset) : load_some<T, W>(x + offset, valid);
   }
   release_next();
   const TilePlace first = tile_place(begin, S);
@@ -271,8 +225,8 @@ cudaError_t launch_statistics_contiguous(const ForwardCall& call, const Plan& pl
   const bool short_leaves = call.d.tree.unit_channels * call.d.tree.unit_positions <= kLeafRow;
   return dispatch(call.x_type, [&](auto type) {
     using T = typename decltype(type)::type;
-    if (plan.runs.leaves > 0)
-      return launch(statistics_full_leaves<T>, plan.statistics, queue, call, plan.runs.leaves);
+    if (plan.runs.full_leaves > 0)
+      return launch(statistics_full_leaves<T>, plan.statistics, queue, call, plan.runs.full_leaves);
     return short_leaves
                ? launch(statistics_contiguous<T, 1>, plan.statistics, queue, call, plan.runs)
                : launch(statistics_contiguous<T, kMicroBatchRows>, plan.statistics, queue, call, plan.runs);

@@ -75,9 +75,9 @@ STEADYNORM_HD bool is_aligned(const void* p, int bytes) {
 
 // A whole vector, aligned to kAlignment.
 template <class T, int W>
-__device__ __forceinline__ Packed<T, W> load(const T* p, Hint hint) {
+__device__ __forceinline__ Packed<T, W> load(const T* p) {
   Packed<T, W> r;
-  load_words(r.words, p, hint);
+  load_words(r.words, p);
   return r;
 }
 

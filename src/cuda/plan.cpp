@@ -24,16 +24,10 @@ struct Choice {
   int column_lanes = 16;     // of such a block, times what fewer columns leave
   int sweep_columns = 64;    // at most, of a sweep
   int sweep_rows = 32;
-  bool reverse = false;
+  bool reverse = true;
 };
 
 int vector_width(const Problem& p) { return 16 / static_cast<int>(size_of(p.x)); }
-
-int levels_for(std::int64_t nodes) {
-  int levels = 0;
-  while ((std::int64_t{1} << levels) <= nodes) ++levels;
-  return nodes > 1 ? levels : 0;
-}
 
 int power_of_two_until(std::int64_t n) {
   int p = 1;
@@ -41,8 +35,8 @@ int power_of_two_until(std::int64_t n) {
   return p;
 }
 
-// Leaves that a warp evaluates together, of `leaves` of the tensor: fewer where the warps would not fill the
-// device twice.
+// Leaves of one block that a warp evaluates together, of `leaves` of the tensor: fewer where the warps would
+// not fill the device twice.
 int leaves_together(std::int64_t leaves, const DeviceInfo& device, const Choice& choice) {
   if (choice.leaves > 0) return choice.leaves;
   int together = kFullLeaves;
@@ -50,35 +44,24 @@ int leaves_together(std::int64_t leaves, const DeviceInfo& device, const Choice&
   return together;
 }
 
-// Runs have at least `together` leaves where a unit has them.
-Runs make_runs(const Tree& tree, int warps, std::int64_t together) {
+Runs make_runs(const Tree& tree, int warps) {
   Runs r;
-  r.warps = warps;
-  const std::int64_t leaves =
-      tree.positions >= kContiguousLeaf ? tree.unit_positions / tree.leaf_positions : 1;
-  r.runs_per_unit =
-      static_cast<int>(std::min(std::int64_t{warps}, std::max<std::int64_t>(1, leaves / together)));
-  r.leaves_per_run = leaves / r.runs_per_unit;
-  r.levels = std::max(1, levels_for(r.leaves_per_run));
+  r.leaves_per_unit = static_cast<int>(tree.unit_positions / tree.leaf_positions);
+  r.warps = std::max(warps, r.leaves_per_unit);
   return r;
 }
 
-// Whether every unit of the statistics is one leaf, and none is ragged.
+// Whether every unit of the statistics is one full block of values.
 bool full_leaves(const Tree& tree) {
-  return tree.unit_positions * tree.unit_channels == kContiguousLeaf &&
+  return tree.unit_positions * tree.unit_channels == kLeafBlock &&
          tree.positions % tree.unit_positions == 0 && tree.channels % tree.unit_channels == 0;
 }
 
+// Shared memory: a node for each warp, or what the warp's lanes exchange.
 Launch launch_of(const Runs& r, std::int64_t units) {
-  const int exchanged = kFullLeaves * kNodesOfLeaf, nodes = r.leaves > 0 ? 0 : 1 + r.levels;
-  return {divide_up(r.leaves > 0 ? divide_up(units, r.leaves) : units * r.runs_per_unit, r.warps),
-          r.warps * kLanes, 1, r.warps * (nodes + exchanged) * kNodeBytes};
-}
-
-// Backward sums.
-Launch launch_of_sums(const Runs& r, std::int64_t units) {
-  return {divide_up(units * r.runs_per_unit, r.warps), r.warps * kLanes, 1,
-          r.warps * (1 + r.levels) * kNodeBytes};
+  const std::int64_t warps = r.full_leaves > 0 ? divide_up(units, r.full_leaves) : units * r.leaves_per_unit;
+  const int nodes = r.full_leaves > 0 ? kFullLeaves * kNodesOfLeaf : 1;
+  return {divide_up(warps, r.warps), r.warps * kLanes, 1, r.warps * nodes * kNodeBytes};
 }
 
 // Slabs of about `target` channels, which start at multiples of `quantum`: what must stay together.
@@ -188,18 +171,15 @@ Plan make_plan(const Problem& p, const DeviceInfo& device, const Choice& choice)
   plan.apply = plan.gradient = choose_sweep(p, device, choice);
   if (p.layout == Layout::contiguous) {
     const std::int64_t units = contiguous_units(d);
-    const int together =
-        leaves_together(units * divide_up(tree.unit_positions, kContiguousLeaf), device, choice);
-    plan.runs = make_runs(tree, choice.warps, together);
-    plan.sum_runs = make_runs(tree, choice.warps, 1);
+    plan.runs = plan.sum_runs = make_runs(tree, choice.warps);
     if (full_leaves(tree)) {
-      plan.runs.leaves = together;
+      const int together = plan.runs.full_leaves = leaves_together(units, device, choice);
       plan.runs.warps = std::min(choice.warps, kFullLeafWarps);
       while (plan.runs.warps > 1 && units < std::int64_t{2} * device.sms * plan.runs.warps * together)
         plan.runs.warps /= 2;
     }
     plan.statistics = launch_of(plan.runs, units);
-    plan.sums = launch_of_sums(plan.sum_runs, contiguous_sum_units(d));
+    plan.sums = launch_of(plan.sum_runs, contiguous_sum_units(d));
   } else {
     plan.columns = choose_columns(p, device, choice, true);
     plan.sum_columns = choose_columns(p, device, choice, false);
@@ -251,7 +231,7 @@ std::vector<Plan> legal_plans(const Problem& problem, const DeviceInfo& device) 
            .column_lanes = lanes,
            .sweep_columns = 16,
            .sweep_rows = 4,
-           .reverse = true});
+           .reverse = false});
   return plans;
 }
 
@@ -280,8 +260,8 @@ std::ostream& operator<<(std::ostream& out, const Plan& p) {
         << "; sums " << p.sum_columns.columns << " x " << p.sum_columns.lanes << "; sweep " << p.apply.columns
         << " x " << p.apply.lanes << " x " << p.apply.rows << " rows";
   else
-    out << "contiguous: " << p.runs.warps << " warps, " << p.runs.runs_per_unit << " runs of "
-        << p.runs.leaves_per_run << " leaves a unit, " << p.runs.leaves << " full leaves a warp";
+    out << "contiguous: " << p.runs.warps << " warps, " << p.runs.leaves_per_unit << " leaves a unit, "
+        << p.runs.full_leaves << " full leaves a warp";
   return out << (p.overlap ? ", overlapped" : "") << "\n  statistics " << p.statistics << "\n  write "
              << p.write << "\n  sums " << p.sums << "\n  rows " << p.rows << "\n  input " << p.input << "\n";
 }

@@ -38,13 +38,11 @@ struct Launch {
   bool operator==(const Launch&) const = default;
 };
 
-// contiguous: a warp evaluates a run of leaves of a unit.
+// contiguous: a warp evaluates a leaf, and neighbouring warps a unit's.
 struct Runs {
-  int warps = 0;                    // of a block
-  int runs_per_unit = 1;            // a power of two that divides warps
-  std::int64_t leaves_per_run = 1;  // a power of two
-  int levels = 0;                   // of a warp's binary counter
-  int leaves = 0;                   // when every unit is one full leaf: of a warp; else 0
+  int warps = 0;            // of a block
+  int leaves_per_unit = 1;  // a power of two that divides warps
+  int full_leaves = 0;      // when every unit is one full block of values: that many by a warp; else 0
 
   bool operator==(const Runs&) const = default;
 };
@@ -77,7 +75,7 @@ struct Sweep {
 
 struct Plan {
   Runs runs;        // contiguous: statistics
-  Runs sum_runs;    // contiguous: backward sums, where a leaf is never more than one channel
+  Runs sum_runs;    // contiguous: backward sums, where a unit is never more than one channel
   Columns columns;  // channels_last: both
   Columns sum_columns;
   Sweep apply;
@@ -112,7 +110,7 @@ std::int64_t padded_roots(const Tree&);
 constexpr int kFoldItems = 1024;  // nodes that a block merges
 constexpr int kFoldThreads = 256;
 constexpr int kLeafWarps = 8;        // contiguous: at most, of a block that reduces
-constexpr int kFullLeaves = 4;       // contiguous: full leaves that a warp evaluates together
+constexpr int kFullLeaves = 4;       // contiguous: leaves of one full block that a warp evaluates together
 constexpr int kFullLeafWarps = 4;    // at most, of a block that does
 constexpr int kNodesOfLeaf = 40;     // places of its lanes' nodes in shared memory
 constexpr int kColumnThreads = 256;  // channels_last: at most, of a block

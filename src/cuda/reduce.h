@@ -86,17 +86,13 @@ STEADYNORM_HD Node micro_batch_in_double(const Stored& stored, const Present& pr
   return {mean, m2};
 }
 
-struct Nothing {
-  STEADYNORM_HD void operator()() const {}
-};
-
-// Moments of one micro-batch. x(v, j) is +0 where present_at(v, j) is false; kFull promises that all are
+// One more micro-batch of a lane. x(v, j) is +0 where present_at(v, j) is false; kFull promises that all are
 // there. The rare second computation reads the values again by stored(v, j): kept in registers, they would
 // cost every other one dearly. between() runs after x's first use.
-template <int kRows, int kWidth, bool kFull, class Value, class Stored, class Present,
-          class Between = Nothing>
-STEADYNORM_HD Node micro_batch(const Value& x, const Stored& stored, const Present& present_at, int count,
-                               const Between& between = {}) {
+template <int kRows, int kWidth, bool kFull, class Value, class Stored, class Present, class Between>
+STEADYNORM_HD PivotSums add_lane_values(const PivotSums& before, float pivot, const Value& x,
+                                        const Stored& stored, const Present& present_at, int count,
+                                        const Between& between) {
   const int n = kFull ? kRows * kWidth : count;
   const float m = micro_batch_sum<kRows, kWidth>(x) / static_cast<float>(n);
   between();
@@ -104,17 +100,20 @@ STEADYNORM_HD Node micro_batch(const Value& x, const Stored& stored, const Prese
     const float e = kFull || present_at(v, j) ? x(v, j) - m : 0.0f;
     return Pair{e, e * e};
   });
-  if (is_reliable(q)) return without_count(micro_batch_moments(n, m, d, q));
-  // Constant values are the common case here (the background of a volume), and need no double: their sum is
-  // exact.
-  bool constant = q == 0;
+  bool exact = is_reliable(q);
+  if (!exact) {
+    // Constant values are the common case here (the background of a volume), and need no double: their sum is
+    // exact.
+    exact = q == 0;
 #if defined(__CUDA_ARCH__)
 #pragma unroll
 #endif
-  for (int i = 0; i < kRows * kWidth; ++i)
-    constant = constant && (!(kFull || present_at(i / kWidth, i % kWidth)) || x(i / kWidth, i % kWidth) == m);
-  if (constant) return {static_cast<double>(m) + 0.0, 0.0};
-  return micro_batch_in_double<kRows, kWidth>(stored, present_at, n);
+    for (int i = 0; i < kRows * kWidth; ++i)
+      exact = exact && (!(kFull || present_at(i / kWidth, i % kWidth)) || x(i / kWidth, i % kWidth) == m);
+  }
+  if (exact) return add_micro_batch(before, n, pivot, m, d, q);
+  const Node node = micro_batch_in_double<kRows, kWidth>(stored, present_at, n);
+  return add_micro_batch(before, n, pivot, node.mean, 0.0, node.m2);
 }
 
 // The fp32 part of a micro-batch of one channel: up to eight positions, +0 where present_at(v) is false.
@@ -168,39 +167,19 @@ STEADYNORM_HD int lane_count(int length, int lane) {
 
 // The aligned binary tree over nodes that come one by one, as a binary counter: levels[l] holds the node of
 // 2^l of them. push is called for index = 0, 1, ...; the root is then what a level that is not there leaves
-// unchanged. The levels lie `stride` apart. Every node but the last has `full` values, all together have
-// `total`.
+// unchanged.
 template <class Integer>
-STEADYNORM_HD void push_node(Node* levels, int stride, Integer index, Moments node, double full) {
-  for (; index & 1; index >>= 1, levels += stride, full *= 2) node = merge(with_count(*levels, full), node);
-  *levels = without_count(node);
-}
-
-template <class Integer>
-STEADYNORM_HD Moments root_of_nodes(const Node* levels, int stride, Integer count, double full,
-                                    double total) {
-  for (; !(count & 1); count >>= 1, full *= 2) levels += stride;
-  Moments node = with_count(*levels, total - static_cast<double>(count - 1) * full);
-  for (count >>= 1; count; count >>= 1) {
-    levels += stride;
-    full *= 2;
-    if (count & 1) node = merge(with_count(*levels, full), node);
-  }
-  return node;
-}
-
-template <class Integer>
-STEADYNORM_HD void push_node(ChannelSums* levels, int stride, Integer index, ChannelSums node) {
-  for (; index & 1; index >>= 1, levels += stride) node = merge(*levels, node);
+STEADYNORM_HD void push_node(ChannelSums* levels, Integer index, ChannelSums node) {
+  for (; index & 1; index >>= 1, ++levels) node = merge(*levels, node);
   *levels = node;
 }
 
 template <class Integer>
-STEADYNORM_HD ChannelSums root_of_nodes(const ChannelSums* levels, int stride, Integer count) {
-  for (; !(count & 1); count >>= 1) levels += stride;
+STEADYNORM_HD ChannelSums root_of_nodes(const ChannelSums* levels, Integer count) {
+  for (; !(count & 1); count >>= 1) ++levels;
   ChannelSums node = *levels;
   for (count >>= 1; count; count >>= 1) {
-    levels += stride;
+    ++levels;
     if (count & 1) node = merge(*levels, node);
   }
   return node;

@@ -92,10 +92,15 @@ TEST(MomentsMerge, EqualMeansAddNothing) {
   expect_identical(merged, {12, 1e6, 0});
 }
 
+// One micro-batch and no more.
+Moments of_one(int n, double pivot, float m, float d, float q) {
+  return moments_of(add_micro_batch({}, n, pivot, m, d, q), n, 1.0 / n, pivot);
+}
+
 TEST(MicroBatch, CorrectionRestoresTheRoundedMean) {
   // {1, 1 + 2^-23}: the mean 1 + 2^-24 is not an fp32 value; around m = 1, d = 2^-23 and q = 2^-46.
-  const Moments m = micro_batch_moments(2, 1.0f, 0x1p-23f, 0x1p-46f);
-  expect_identical(m, {2, 1 + 0x1p-24, 0x1p-47});
+  for (const double pivot : {1.0, 1 + 0x1p-23})
+    expect_identical(of_one(2, pivot, 1.0f, 0x1p-23f, 0x1p-46f), {2, 1 + 0x1p-24, 0x1p-47});
 }
 
 TEST(MicroBatch, AnyOriginNearTheMeanGivesTheSameMoments) {
@@ -109,15 +114,35 @@ TEST(MicroBatch, AnyOriginNearTheMeanGivesTheSameMoments) {
       d += value - m;
       q += (value - m) * (value - m);
     }
-    const Moments got = micro_batch_moments(64, m, static_cast<float>(d), static_cast<float>(q));
+    const Moments got = of_one(64, values[0], m, static_cast<float>(d), static_cast<float>(q));
     ASSERT_NEAR(got.mean, exact.mean, 1e-10);
     ASSERT_NEAR(got.m2, exact.m2, exact.m2 * 2 * u);
   }
 }
 
-TEST(MicroBatch, VarianceIsNeverNegative) {
+TEST(MicroBatch, VarianceIsNeverNegativeAndANanStays) {
   // d^2 / n above q by rounding: four equal values a hair above m.
-  EXPECT_EQ(micro_batch_moments(4, 1.0f, 4 * 0x1.000002p-20f, 4 * 0x1p-40f).m2, 0);
+  EXPECT_EQ(of_one(4, 1.0, 1.0f, 4 * 0x1.000002p-20f, 4 * 0x1p-40f).m2, 0);
+  EXPECT_TRUE(std::isnan(of_one(4, 1.0, 1.0f, 0, std::numeric_limits<float>::quiet_NaN()).m2));
+}
+
+TEST(PivotSums, KeepTheMomentsOfARunAroundAnOutlier) {
+  Random random(4);
+  for (const double outlier : {0.0, 1e3, 1e6})
+    for (int trial = 0; trial < 50; ++trial) {
+      std::vector<double> values = draw(random, 2048, 1000, 1);
+      values[0] += outlier;  // it is the pivot of all
+      PivotSums run;
+      for (std::size_t i = 0; i < values.size(); i += 8) {
+        const double mean = moments_of(std::vector<double>(values.begin() + i, values.begin() + i + 8)).mean;
+        double q = 0;
+        for (std::size_t j = i; j < i + 8; ++j) q += (values[j] - mean) * (values[j] - mean);
+        run = add_micro_batch(run, 8, values[0], mean, 0.0, q);
+      }
+      const Moments exact = moments_of(values), got = moments_of(run, 2048, 1.0 / 2048, values[0]);
+      ASSERT_NEAR(got.mean, exact.mean, 1e-9);
+      ASSERT_NEAR(got.m2, exact.m2, exact.m2 * 1e-11);
+    }
 }
 
 TEST(MicroBatchReliability, RefusesWhatFp32SquaresLost) {

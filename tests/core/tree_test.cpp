@@ -83,10 +83,11 @@ TEST(TreeUnits, CountsAddUpToTheGroup) {
 TEST(TreeUnits, AreAtMostAsManyAsTheLimitAndNoCoarserThanItAsks) {
   for_each_tree([](const Tree& tree, Layout layout) {
     const bool contiguous = layout == Layout::contiguous;
-    const bool small =
-        tree.positions <= 65536;  // channels_last: 1024 leaves of up to 64 positions are enough
+    // channels_last: 1024 leaves of up to 64 positions are enough. contiguous: long channels have long
+    // leaves.
+    const bool small = contiguous ? tree.positions < 65536 : tree.positions <= 65536;
     const std::int64_t limit = contiguous ? 128 : (small ? 64 : 512);
-    const std::int64_t smallest = contiguous ? 2048 : (small ? 128 : 1024);
+    const std::int64_t smallest = contiguous ? (small ? 2048 : 8192) : (small ? 128 : 1024);
     ASSERT_LE(tree.spatial_units, limit);
     // A unit of half the positions would have been too many, or is below the smallest.
     if (tree.unit_positions > smallest) {
@@ -106,7 +107,8 @@ TEST(TreeUnits, BordersArePowersOfTwoOfLeaves) {
       ASSERT_EQ(tree.unit_positions / tree.leaf_positions, 16);
       ASSERT_EQ(tree.unit_channels, tree.channels < 256 ? tree.channels : 256);
     } else if (tree.positions >= 2048) {
-      ASSERT_EQ(tree.leaf_positions, 2048);
+      ASSERT_EQ(tree.leaf_positions % 2048, 0);
+      ASSERT_LE(tree.unit_positions / tree.leaf_positions, 8);
       ASSERT_EQ(tree.unit_channels, 1);
     } else {
       ASSERT_EQ(tree.leaf_positions, tree.positions);
@@ -135,6 +137,9 @@ TEST(TreeUnits, KnownProblemsHaveTheseTrees) {
   const Tree map = make_tree(64, 128 * 128, Layout::channels_last);
   EXPECT_EQ(map.leaf_positions, 16);
   EXPECT_EQ(map.spatial_units, 64);
+  const Tree video = make_tree(4, 20 * 256 * 256, Layout::contiguous);
+  EXPECT_EQ(video.leaf_positions, 8192);
+  EXPECT_EQ(video.unit_positions, 16384);
   const Tree ragged = make_tree(3, 1000, Layout::contiguous);
   EXPECT_EQ(ragged.unit_channels, 2);
   EXPECT_EQ(ragged.channel_units, 2);

@@ -73,15 +73,14 @@ TEST(CudaPlan, ChannelsOfAVectorStayTogetherInTheNamedCases) {
 // Statistics, contiguous: the units of all blocks' warps cover x, and each root, once.
 void expect_contiguous_units_cover(const Problem& p, const Plan& plan) {
   const Dimensions d = dimensions_of(p);
-  ASSERT_EQ(plan.runs.warps % plan.runs.runs_per_unit, 0);
-  const std::int64_t units_of_block = plan.runs.leaves > 0 ? std::int64_t{plan.runs.warps} * plan.runs.leaves
-                                                           : plan.runs.warps / plan.runs.runs_per_unit;
+  ASSERT_EQ(plan.runs.warps % plan.runs.leaves_per_unit, 0);
+  const std::int64_t units_of_block = plan.runs.full_leaves > 0
+                                          ? std::int64_t{plan.runs.warps} * plan.runs.full_leaves
+                                          : plan.runs.warps / plan.runs.leaves_per_unit;
   EXPECT_GE(plan.statistics.blocks * units_of_block, contiguous_units(d)) << describe(p);
-  EXPECT_GE(plan.sums.blocks * (plan.sum_runs.warps / plan.sum_runs.runs_per_unit), contiguous_sum_units(d))
+  EXPECT_GE(plan.sums.blocks * (plan.sum_runs.warps / plan.sum_runs.leaves_per_unit), contiguous_sum_units(d))
       << describe(p);
-  EXPECT_GE(plan.runs.runs_per_unit * plan.runs.leaves_per_run * kContiguousLeaf,
-            d.tree.unit_channels == 1 ? d.tree.unit_positions : d.tree.unit_channels * d.S)
-      << describe(p);
+  EXPECT_EQ(plan.runs.leaves_per_unit * d.tree.leaf_positions, d.tree.unit_positions) << describe(p);
   std::map<std::int64_t, std::int64_t> parts;
   std::map<std::int64_t, int> roots;
   for (std::int64_t i = 0; i < contiguous_units(d); ++i) {

@@ -72,12 +72,10 @@ inline int count_bits(unsigned value) { return std::popcount(value); }
 inline double shuffle_down(double value, int step) { return emulation::shuffle_down(value, step); }
 inline void warp_barrier() { emulation::shuffle_down(0, 0); }
 
-enum class Hint { none, last };
-
 void require_aligned(const void* p, int bytes);
 
 template <int kWords>
-void load_words(std::uint32_t (&w)[kWords], const void* p, Hint) {
+void load_words(std::uint32_t (&w)[kWords], const void* p) {
   require_aligned(p, sizeof w < 16 ? sizeof w : 16);
   std::memcpy(w, p, sizeof w);
 }
