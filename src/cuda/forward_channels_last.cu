@@ -183,7 +183,8 @@ __device__ __forceinline__ void write_row(Y* y, const Packed<T, kColumnWidth>& r
   store(y, values, aligned, channels);
 }
 
-template <class T, Activation A>
+// kRows: that a thread loads before it uses the first.
+template <class T, Activation A, int kRows>
 __global__ void __launch_bounds__(kColumnThreads, 4)
     apply_channels_last(const ForwardCall call, const Sweep sweep, const bool vectors) {
   constexpr int W = kColumnWidth;
@@ -194,8 +195,8 @@ __global__ void __launch_bounds__(kColumnThreads, 4)
   const std::int64_t pitch = call.d.C * sweep.lanes;  // between two rows of a thread
   const T* x = static_cast<const T*>(call.x) + at.offset;
 
-  Packed<T, W> raw[kSweepRows];
-  int batches = aligned ? at.rows / kSweepRows : 0;
+  Packed<T, W> raw[kRows];
+  int batches = aligned ? at.rows / kRows : 0;
   if (batches > 0) load_rows(raw, x, pitch);
   release_next();
   wait_for_previous();
@@ -217,10 +218,10 @@ __global__ void __launch_bounds__(kColumnThreads, 4)
     y += at.offset;
     int rest = at.rows;
 #pragma unroll 1
-    for (; batches > 0; rest -= kSweepRows) {
+    for (; batches > 0; rest -= kRows) {
 #pragma unroll
-      for (int v = 0; v < kSweepRows; ++v, y += pitch) write_row<A>(y, raw[v], c, W, true);
-      x += kSweepRows * pitch;
+      for (int v = 0; v < kRows; ++v, y += pitch) write_row<A>(y, raw[v], c, W, true);
+      x += kRows * pitch;
       if (--batches > 0) load_rows(raw, x, pitch);
     }
 #pragma unroll 1
@@ -248,7 +249,14 @@ cudaError_t launch_apply_channels_last(const ForwardCall& call, const Plan& plan
     return dispatch(call.activation, [&](auto activation) {
       using T = typename decltype(type)::type;
       const bool vectors = call.d.C % kColumnWidth == 0;
-      return launch(apply_channels_last<T, activation()>, plan.write, queue, call, plan.apply, vectors);
+      // H200, 2026-11-30: eight rows of 16-bit values fill memory better, where a thread has them; of fp32
+      // they spill.
+      if constexpr (sizeof(T) == 2)
+        if (plan.apply.rows % (2 * kSweepRows) == 0)
+          return launch(apply_channels_last<T, activation(), 2 * kSweepRows>, plan.write, queue, call,
+                        plan.apply, vectors);
+      return launch(apply_channels_last<T, activation(), kSweepRows>, plan.write, queue, call, plan.apply,
+                    vectors);
     });
   });
 }
