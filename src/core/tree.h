@@ -21,7 +21,7 @@ constexpr int kLaneWidth = 8;                           // consecutive values of
 constexpr int kLeafRow = kLanes * kLaneWidth;           // 256 consecutive values, a row of a contiguous leaf
 constexpr int kLeafBlock = kLeafRow * kMicroBatchRows;  // 2048: a micro-batch of each lane
 constexpr int kContiguousUnits = 128;                   // at most, along a channel
-constexpr int kContiguousUnitLeaves = 8;                // at most, of a unit
+constexpr int kContiguousUnitLeaves = 4;                // at most, of a unit
 constexpr int kUnitLeaves = 16;     // channels_last: leaves of a unit, each the work of one thread
 constexpr int kChannelBlock = 256;  // channels of a channels_last unit, at most
 constexpr int kSampleBlock = 32;    // samples that dweight and dbias add before the next block
@@ -84,12 +84,12 @@ STEADYNORM_HD Tree make_tree(std::int64_t channels_per_group, std::int64_t posit
     tree.unit_positions = kUnitLeaves * tree.leaf_positions;
     tree.unit_channels = D < kChannelBlock ? D : kChannelBlock;
   } else if (S >= kLeafBlock) {
-    // Long channels have leaves of four blocks or more.
+    // Channels of more units than that have units of four blocks or more. Up to 16 blocks are one leaf.
     tree.unit_positions =
-        double_until(S < 32 * kLeafBlock ? kLeafBlock : 4 * kLeafBlock, S, kContiguousUnits);
-    tree.leaf_positions = tree.unit_positions < 4 * kContiguousUnitLeaves * kLeafBlock
-                              ? (tree.unit_positions < 4 * kLeafBlock ? tree.unit_positions : 4 * kLeafBlock)
-                              : tree.unit_positions / kContiguousUnitLeaves;
+        S <= kContiguousUnits * kLeafBlock ? kLeafBlock : double_until(4 * kLeafBlock, S, kContiguousUnits);
+    tree.leaf_positions = tree.unit_positions;
+    for (int i = 1; i < kContiguousUnitLeaves && tree.leaf_positions > 16 * kLeafBlock; i *= 2)
+      tree.leaf_positions /= 2;
     tree.unit_channels = 1;
   } else {  // a leaf is a run of whole channels, a power of two of them
     tree.leaf_positions = S;

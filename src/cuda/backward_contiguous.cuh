@@ -60,9 +60,9 @@ __device__ __forceinline__ ChannelSums contiguous_leaf_sums(const T* x, const U*
 }
 
 // Shared memory: the sums of each warp.
-// gelu_tanh needs a few registers more than the 128 that two blocks on an SM leave.
+// gelu_tanh needs a few registers more than the 128 that four blocks on an SM leave.
 template <class T, class U, Activation A, int kRows>
-__global__ void __launch_bounds__(kLeafWarps* kLanes, A == Activation::gelu_tanh ? 1 : 2)
+__global__ void __launch_bounds__(kLeafWarps* kLanes, A == Activation::gelu_tanh ? 3 : 4)
     sums_contiguous(const BackwardCall call, const Runs runs) {
   ChannelSums* const nodes = shared_memory<ChannelSums>();
   release_next();

@@ -8,13 +8,13 @@ namespace steadynorm::cuda {
 namespace {
 
 template <class T>
-constexpr int kFullLeafBlocks = sizeof(T) == 2
-                                    ? 5
-                                    : 4;  // of an SM: 96 registers hold 64 values unpacked from 16 bits
+constexpr int kLeafBlocks = sizeof(T) == 2
+                                ? 5
+                                : 4;  // of an SM: 96 registers hold 64 values unpacked from 16 bits
 
 // Every unit is a full leaf: they lie in memory one behind the other.
 template <class T>
-__global__ void __launch_bounds__(kFullLeafWarps* kLanes, kFullLeafBlocks<T>)
+__global__ void __launch_bounds__(kLeafWarps* kLanes, kLeafBlocks<T>)
     statistics_full_leaves(const ForwardCall call, const int leaves) {
   Node* const exchange = shared_memory<Node>();
   release_next();
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kFullLeafWarps* kLanes, kFullLeafBlocks<T>)
 
 // Shared memory: a node per warp.
 template <class T, int kRows>
-__global__ void __launch_bounds__(kLeafWarps* kLanes, 2)
+__global__ void __launch_bounds__(kLeafWarps* kLanes, 4)
     statistics_contiguous(const ForwardCall call, const Runs runs) {
   Node* const nodes = shared_memory<Node>();
   release_next();

@@ -174,7 +174,6 @@ Plan make_plan(const Problem& p, const DeviceInfo& device, const Choice& choice)
     plan.runs = plan.sum_runs = make_runs(tree, choice.warps);
     if (full_leaves(tree)) {
       const int together = plan.runs.full_leaves = leaves_together(units, device, choice);
-      plan.runs.warps = std::min(choice.warps, kFullLeafWarps);
       while (plan.runs.warps > 1 && units < std::int64_t{2} * device.sms * plan.runs.warps * together)
         plan.runs.warps /= 2;
     }
@@ -222,7 +221,7 @@ std::vector<Plan> legal_plans(const Problem& problem, const DeviceInfo& device) 
     }
     if (std::find(plans.begin(), plans.end(), plan) == plans.end()) plans.push_back(plan);
   };
-  for (const int warps : {1, 2, 4, 8}) add({.warps = warps});
+  for (const int warps : {1, 2}) add({.warps = warps});
   for (const int leaves : {2, kFullLeaves})
     for (const int warps : {2, kLeafWarps}) add({.warps = warps, .leaves = leaves});
   for (const int channels : {4, 32, 256})

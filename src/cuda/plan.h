@@ -109,9 +109,8 @@ std::int64_t padded_roots(const Tree&);
 
 constexpr int kFoldItems = 1024;  // nodes that a block merges
 constexpr int kFoldThreads = 256;
-constexpr int kLeafWarps = 8;        // contiguous: at most, of a block that reduces
+constexpr int kLeafWarps = 4;        // contiguous: at most, of a block that reduces
 constexpr int kFullLeaves = 4;       // contiguous: leaves of one full block that a warp evaluates together
-constexpr int kFullLeafWarps = 4;    // at most, of a block that does
 constexpr int kNodesOfLeaf = 40;     // places of its lanes' nodes in shared memory
 constexpr int kColumnThreads = 256;  // channels_last: at most, of a block
 constexpr int kTileThreads =

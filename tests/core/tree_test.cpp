@@ -85,7 +85,7 @@ TEST(TreeUnits, AreAtMostAsManyAsTheLimitAndNoCoarserThanItAsks) {
     const bool contiguous = layout == Layout::contiguous;
     // channels_last: 1024 leaves of up to 64 positions are enough. contiguous: long channels have long
     // leaves.
-    const bool small = contiguous ? tree.positions < 65536 : tree.positions <= 65536;
+    const bool small = tree.positions <= (contiguous ? 128 * 2048 : 65536);
     const std::int64_t limit = contiguous ? 128 : (small ? 64 : 512);
     const std::int64_t smallest = contiguous ? (small ? 2048 : 8192) : (small ? 128 : 1024);
     ASSERT_LE(tree.spatial_units, limit);
@@ -108,7 +108,7 @@ TEST(TreeUnits, BordersArePowersOfTwoOfLeaves) {
       ASSERT_EQ(tree.unit_channels, tree.channels < 256 ? tree.channels : 256);
     } else if (tree.positions >= 2048) {
       ASSERT_EQ(tree.leaf_positions % 2048, 0);
-      ASSERT_LE(tree.unit_positions / tree.leaf_positions, 8);
+      ASSERT_LE(tree.unit_positions / tree.leaf_positions, 4);
       ASSERT_EQ(tree.unit_channels, 1);
     } else {
       ASSERT_EQ(tree.leaf_positions, tree.positions);
@@ -138,8 +138,11 @@ TEST(TreeUnits, KnownProblemsHaveTheseTrees) {
   EXPECT_EQ(map.leaf_positions, 16);
   EXPECT_EQ(map.spatial_units, 64);
   const Tree video = make_tree(4, 20 * 256 * 256, Layout::contiguous);
-  EXPECT_EQ(video.leaf_positions, 8192);
+  EXPECT_EQ(video.leaf_positions, 16384);
   EXPECT_EQ(video.unit_positions, 16384);
+  const Tree huge = make_tree(1, std::int64_t{1} << 24, Layout::contiguous);
+  EXPECT_EQ(huge.leaf_positions, 32768);
+  EXPECT_EQ(huge.unit_positions, 131072);
   const Tree ragged = make_tree(3, 1000, Layout::contiguous);
   EXPECT_EQ(ragged.unit_channels, 2);
   EXPECT_EQ(ragged.channel_units, 2);
