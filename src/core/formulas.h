@@ -51,6 +51,11 @@ STEADYNORM_HD PivotSums add_micro_batch(const PivotSums& before, double n, doubl
   return {before.sum + sum, before.squares + (q + t * (sum + d))};
 }
 
+// Runs around one pivot.
+STEADYNORM_HD PivotSums merge(const PivotSums& a, const PivotSums& b) {
+  return {a.sum + b.sum, a.squares + b.squares};
+}
+
 // share = 1 / count.
 STEADYNORM_HD Moments moments_of(const PivotSums& run, double count, double share, double pivot) {
   const double from_pivot = run.sum * share;

@@ -171,7 +171,7 @@ void column_sums(Activation activation, Array x, Array dy, const Tile& tile, std
   dispatch(activation, [&](auto a) {
     alignas(64) float x_buffer[kPanel], dy_buffer[kPanel];
     alignas(64) float dz_terms[kMicroBatchRows][kPanel], dz_normalized_terms[kMicroBatchRows][kPanel];
-    ColumnTree<merge_column_sums> tree;
+    ColumnTree tree;
     ColumnNode leaf, micro_batch;
     const int width = static_cast<int>(tile.width);
     for (std::int64_t begin = 0; begin < tile.rows; begin += leaf_positions) {
@@ -186,7 +186,7 @@ void column_sums(Activation activation, Array x, Array dy, const Tile& tile, std
         ColumnNode& node = s == begin ? leaf : micro_batch;
         column_batch_sum(dz_terms, present, width, node.first);
         column_batch_sum(dz_normalized_terms, present, width, node.second);
-        if (s != begin) merge_column_sums(leaf, micro_batch, width);
+        if (s != begin) merge_columns(leaf, micro_batch, width);
       }
       tree.push(leaf, width);
     }

@@ -191,18 +191,17 @@ void row_moments(Array x, std::int64_t offset, std::int64_t length, std::int64_t
 
 // ---- columns ----
 
-// The sums of a leaf's micro-batches, of every column: PivotSums.
+// The sums of a leaf's micro-batches around the unit's pivots, of every column.
 struct ColumnLeaf {
   alignas(64) float pivot[kPanel];
-  alignas(64) double sum[kPanel];
-  alignas(64) double squares[kPanel];
+  ColumnNode sums;  // PivotSums
 };
 
 inline void add_columns(ColumnLeaf& leaf, int width, int n, const float* __restrict m,
                         const float* __restrict d, const float* __restrict q) {
   const float* __restrict pivot = leaf.pivot;
-  double* __restrict sum = leaf.sum;
-  double* __restrict squares = leaf.squares;
+  double* __restrict sum = leaf.sums.first;
+  double* __restrict squares = leaf.sums.second;
   for (int j = 0; j < width; ++j) {
     const PivotSums both = add_micro_batch({sum[j], squares[j]}, n, pivot[j], m[j], d[j], q[j]);
     sum[j] = both.sum;
@@ -235,21 +234,23 @@ inline void column_micro_batch(Rows& rows, ColumnLeaf& leaf) {
     }
     const Moments column =
         exact ? Moments{0, m[j], q[j]} : exact_moments(rows.present, [&](int v) { return rows.row[v][j]; });
-    const PivotSums both = add_micro_batch({leaf.sum[j], leaf.squares[j]}, rows.present, leaf.pivot[j],
-                                           column.mean, exact ? d[j] : 0.0, column.m2);
-    leaf.sum[j] = both.sum;
-    leaf.squares[j] = both.squares;
+    const PivotSums both = add_micro_batch({leaf.sums.first[j], leaf.sums.second[j]}, rows.present,
+                                           leaf.pivot[j], column.mean, exact ? d[j] : 0.0, column.m2);
+    leaf.sums.first[j] = both.sum;
+    leaf.sums.second[j] = both.squares;
   }
 }
 
 void column_moments(Array x, const Tile& tile, std::int64_t leaf_positions, Moments* moments) {
   alignas(64) float buffer[kMicroBatchRows][kPanel];
-  ColumnTree<merge_column_moments> tree;
+  ColumnTree tree;
   const int width = static_cast<int>(tile.width);
   ColumnLeaf leaf;
-  ColumnNode node;
+  const float* pivot = load(x, tile.offset, width, buffer[0]);  // the unit's first values
+  for (int j = 0; j < width; ++j) leaf.pivot[j] = pivot[j];
   for (std::int64_t begin = 0; begin < tile.rows; begin += leaf_positions) {
     const std::int64_t end = begin + leaf_positions < tile.rows ? begin + leaf_positions : tile.rows;
+    for (int j = 0; j < width; ++j) leaf.sums.first[j] = leaf.sums.second[j] = 0;
     for (std::int64_t s = begin; s < end; s += kMicroBatchRows) {
       Rows rows{};
       rows.present = smaller(end - s, kMicroBatchRows);
@@ -257,24 +258,14 @@ void column_moments(Array x, const Tile& tile, std::int64_t leaf_positions, Mome
       rows.width = width;
       for (int v = 0; v < rows.present; ++v)
         rows.row[v] = load(x, tile.offset + (s + v) * tile.stride, width, buffer[v]);
-      if (s == begin)
-        for (int j = 0; j < width; ++j) {
-          leaf.pivot[j] = rows.row[0][j];
-          leaf.sum[j] = leaf.squares[j] = 0;
-        }
       column_micro_batch(rows, leaf);
     }
-    node.count = static_cast<double>(end - begin);
-    const double share = 1.0 / node.count;
-    for (int j = 0; j < width; ++j) {
-      const Moments both = moments_of({leaf.sum[j], leaf.squares[j]}, node.count, share, leaf.pivot[j]);
-      node.first[j] = both.mean;
-      node.second[j] = both.m2;
-    }
-    tree.push(node, width);
+    tree.push(leaf.sums, width);
   }
   const ColumnNode& root = tree.root(width);
-  for (int j = 0; j < width; ++j) moments[j] = {root.count, root.first[j], root.second[j]};
+  const double count = static_cast<double>(tile.rows), share = 1.0 / count;
+  for (int j = 0; j < width; ++j)
+    moments[j] = moments_of({root.first[j], root.second[j]}, count, share, leaf.pivot[j]);
 }
 
 }  // namespace

@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kSumsBound<T, U>)
   __syncthreads();
 
   float2* const out = call.partials + (place.n * tree.spatial_units + place.unit) * C + place.channel_begin;
-  reduce_leaves<W>(
+  sum_leaves<W>(
       p, shared_memory<ChannelSums>(), leaf_positions, length, at, own > 0 && at.lane < p.lanes,
       [&](int leaf_begin, int rows, ChannelSums(&leaf)[W]) {
         channels_last_leaf_sums<T, U, A>(leaf, static_cast<const T*>(call.x) + offset + leaf_begin * C,

@@ -51,62 +51,46 @@ __device__ __forceinline__ ColumnPlace column_place(const Columns& p) {
   return {static_cast<int>(threadIdx.x) - lane * p.columns, lane};
 }
 
-// The tree over the leaves of a unit, a channel at a time: four leaves by a thread, and those by neighbouring
-// threads. done(channel, node) is called by one thread of each channel's.
-template <int W, bool kFull, class N, class Done>
-__device__ __forceinline__ void merge_leaves(const Columns& p, const N* nodes, int leaf_positions, int length,
-                                             const Done& done) {
+// The sums of a unit's channels: the leaves', added up as a tree, a channel at a time: four leaves by a
+// thread, and those by neighbouring threads. leaf(begin, rows, sums) fills the sums of a thread's channels,
+// and done(channel, sums) gets each channel's, by one thread of the block. `shared`: for the sums of every
+// leaf. An absent leaf is not added.
+template <int W, class Sums, class Leaf, class Done>
+__device__ __forceinline__ void sum_leaves(const Columns& p, Sums* shared, int leaf_positions, int length,
+                                           const ColumnPlace& at, bool active, const Leaf& leaf,
+                                           const Done& done) {
   constexpr int kRun = 4, kRuns = kUnitLeaves / kRun;
   const int slab = p.columns * W, work = slab * kRuns;
-  for (int first = 0; first < work;
-       first += static_cast<int>(blockDim.x)) {  // the whole block goes through it
-    const int i = first + static_cast<int>(threadIdx.x);
-    const int channel = i / kRuns, part = i % kRuns;
-    const int from = part * kRun * leaf_positions;
-    const auto positions = [&](int place, int leaves) {
-      const int at = from + place * leaf_positions;
-      return kFull ? leaves * leaf_positions : present(at, at + leaves * leaf_positions, length);
-    };
-    N node{};
-    if (i < work) {
-      const N* const leaf = nodes + part * kRun * slab + channel % W * p.columns + channel / W;
-      const auto join = [&](const N& left, int at, int leaves) {
-        return merge_positions<kFull>(left, leaf[at * slab], positions(at - leaves, leaves),
-                                      positions(at, leaves));
-      };
-      node = join(leaf[0], 1, 1);
-      node = merge_positions<kFull>(node, join(leaf[2 * slab], 3, 1), positions(0, 2), positions(2, 2));
-    }
-#pragma unroll
-    for (int step = 1; step < kRuns; step *= 2)
-      node = merge_positions<kFull>(node, shuffle_down(node, step), positions(0, step * kRun),
-                                    positions(step * kRun, step * kRun));
-    if (i < work && part == 0) done(channel, node);
-  }
-}
-
-// The nodes of a unit's channels. leaf(begin, rows, nodes) fills the nodes of a thread's channels, and
-// done(channel, node) gets each channel's root. `nodes`: shared memory for every leaf's.
-template <int W, class N, class Leaf, class Done>
-__device__ __forceinline__ void reduce_leaves(const Columns& p, N* nodes, int leaf_positions, int length,
-                                              const ColumnPlace& at, bool active, const Leaf& leaf,
-                                              const Done& done) {
-  const int slab = p.columns * W;
   if (at.lane < p.lanes) {
 #pragma unroll 1
     for (int i = at.lane; i < kUnitLeaves; i += p.lanes) {
-      N of_thread[W]{};
+      Sums of_thread[W]{};
       const int begin = i * leaf_positions, rows = present(begin, begin + leaf_positions, length);
       if (active && rows > 0) leaf(begin, rows, of_thread);
 #pragma unroll
-      for (int j = 0; j < W; ++j) nodes[i * slab + j * p.columns + at.column] = of_thread[j];
+      for (int j = 0; j < W; ++j) shared[i * slab + j * p.columns + at.column] = of_thread[j];
     }
   }
   __syncthreads();
-  if (length == kUnitLeaves * leaf_positions)
-    merge_leaves<W, true>(p, nodes, leaf_positions, length, done);
-  else
-    merge_leaves<W, false>(p, nodes, leaf_positions, length, done);
+  const int there = (length + leaf_positions - 1) / leaf_positions;
+  for (int first = 0; first < work;
+       first += static_cast<int>(blockDim.x)) {  // the whole block goes through it
+    const int i = first + static_cast<int>(threadIdx.x);
+    const int channel = i / kRuns,
+              leaves = there - i % kRuns * kRun;  // that are there of the run and behind it
+    Sums sums{};
+    if (i < work) {
+      const Sums* const run = shared + i % kRuns * kRun * slab + channel % W * p.columns + channel / W;
+      sums = leaves > 1 ? merge(run[0], run[slab]) : run[0];
+      if (leaves > 2) sums = merge(sums, leaves > 3 ? merge(run[2 * slab], run[3 * slab]) : run[2 * slab]);
+    }
+#pragma unroll
+    for (int step = 1; step < kRuns; step *= 2) {
+      const Sums right = shuffle_down(sums, step);
+      if (leaves > step * kRun) sums = merge(sums, right);
+    }
+    if (i < work && i % kRuns == 0) done(channel, sums);
+  }
 }
 
 // What forward and backward need of a channel. A block makes them once, in shared memory.

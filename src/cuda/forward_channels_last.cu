@@ -20,16 +20,11 @@ __device__ __forceinline__ bool is_exact(float q, bool constant) {
   return is_reliable(q) || (constant && q == 0);
 }
 
-// Moments of a leaf of `rows` positions for each of a thread's channels: micro-batches in order.
+// The sums of a leaf of `rows` positions for each of a thread's channels, around the unit's pivots.
 template <class T, int W>
-__device__ __forceinline__ void channels_last_leaf(Node (&leaf)[W], const T* x, std::int64_t pitch, int rows,
-                                                   int channels, bool aligned) {
+__device__ __forceinline__ void channels_last_leaf(PivotSums (&sums)[W], float (&pivot)[W], const T* x,
+                                                   std::int64_t pitch, int rows, int channels, bool aligned) {
   int first = aligned ? rows / kMicroBatchRows * kMicroBatchRows : 0;  // of what the vectors leave
-  PivotSums sums[W]{};
-  float pivot[W];
-  const Packed<T, W> first_row = load_row<W>(x, channels, aligned);
-#pragma unroll
-  for (int j = 0; j < W; ++j) pivot[j] = first_row[j];
   bool exact = true;
 #pragma unroll 1
   for (int i = 0; i < first; i += kMicroBatchRows, x += kMicroBatchRows * pitch) {
@@ -87,9 +82,6 @@ __device__ __forceinline__ void channels_last_leaf(Node (&leaf)[W], const T* x, 
       rotate(pivot, own_pivot);
     }
   }
-  const double share = 1.0 / rows;
-#pragma unroll
-  for (int j = 0; j < W; ++j) leaf[j] = without_count(moments_of(sums[j], rows, share, pivot[j]));
 }
 
 // The tree over the channels of each channel unit, over roots[slab]: whole units in aligned runs of lanes, a
@@ -133,11 +125,12 @@ __device__ __forceinline__ void merge_channels(Node* roots, int units, int membe
 template <int W>  // threads of an SM that registers are for: 96 of them for each, or 128
 constexpr int kStatisticsBound = W == 8 ? 512 : 640;
 
-// Shared memory: the nodes of the leaves, then the roots of the channels.
+// Shared memory: the sums of the leaves, then the roots of the channels and their pivots.
 template <class T, int W>
 __global__ void __launch_bounds__(kStatisticsBound<W>)
     statistics_channels_last(const ForwardCall call, const Columns p) {
-  Node* const shared = shared_memory<Node>();
+  PivotSums* const sums = shared_memory<PivotSums>();
+  Node* const roots = reinterpret_cast<Node*>(sums + kUnitLeaves * p.columns * W);
   release_next();
   wait_for_previous();
   const Tree& tree = call.d.tree;
@@ -152,13 +145,25 @@ __global__ void __launch_bounds__(kStatisticsBound<W>)
   const bool aligned = p.vectors && own >= W && is_aligned(call.x, kAlignment<T, W>);
   const T* x =
       static_cast<const T*>(call.x) + (place.n * call.d.S + begin) * C + place.channel_begin + at.column * W;
-  Node* const roots = shared + kUnitLeaves * p.columns * W;
-  reduce_leaves<W>(
-      p, shared, leaf_positions, length, at, own > 0 && at.lane < p.lanes,
-      [&](int leaf_begin, int rows, Node(&leaf)[W]) {
-        channels_last_leaf(leaf, x + leaf_begin * C, C, rows, own, aligned);
+  // The pivots are the unit's first values.
+  float* const pivots = reinterpret_cast<float*>(roots + p.columns * W);
+  float pivot[W];
+  {
+    const Packed<T, W> row = load_row<W>(x, own, aligned);
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+      pivot[j] = row[j];
+      if (at.lane == 0) pivots[at.column * W + j] = pivot[j];
+    }
+  }
+  sum_leaves<W>(
+      p, sums, leaf_positions, length, at, own > 0 && at.lane < p.lanes,
+      [&](int leaf_begin, int rows, PivotSums(&leaf)[W]) {
+        channels_last_leaf(leaf, pivot, x + leaf_begin * C, C, rows, own, aligned);
       },
-      [&](int channel, const Node& node) { roots[channel] = node; });
+      [&](int channel, const PivotSums& of_channel) {
+        roots[channel] = without_count(moments_of(of_channel, length, 1.0 / length, pivots[channel]));
+      });
   __syncthreads();
 
   // Again, so that no register kept it through the sweep.

@@ -87,9 +87,10 @@ Columns make_columns(const Problem& p, const Tree& tree, int width, std::int64_t
   return r;
 }
 
-// Shared memory: the leaves' nodes, then the channels' roots or coefficients. Whole warps, for the shuffles.
+// Shared memory: the leaves' sums, then the channels' roots and pivots or coefficients. Whole warps, for the
+// shuffles.
 Launch launch_of(const Columns& r, const Problem& p, const Tree& tree) {
-  const std::int64_t nodes = (kUnitLeaves + 1) * r.columns * r.width;
+  const std::int64_t nodes = (kUnitLeaves + 2) * r.columns * r.width;
   return {p.samples * tree.spatial_units * r.slabs,
           static_cast<int>(divide_up(r.columns * r.lanes, kLanes) * kLanes), 1,
           static_cast<int>(nodes * kNodeBytes)};

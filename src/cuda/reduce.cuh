@@ -7,12 +7,16 @@
 
 namespace steadynorm::cuda {
 
+__device__ __forceinline__ ChannelSums shuffle_down(const ChannelSums& sums, int step) {
+  return {shuffle_down(sums.dz, step), shuffle_down(sums.dz_normalized, step)};
+}
+
 __device__ __forceinline__ Node shuffle_down(const Node& node, int step) {
   return {shuffle_down(node.mean, step), shuffle_down(node.m2, step)};
 }
 
-__device__ __forceinline__ ChannelSums shuffle_down(const ChannelSums& sums, int step) {
-  return {shuffle_down(sums.dz, step), shuffle_down(sums.dz_normalized, step)};
+__device__ __forceinline__ PivotSums shuffle_down(const PivotSums& sums, int step) {
+  return {shuffle_down(sums.sum, step), shuffle_down(sums.squares, step)};
 }
 
 // A group's items as one aligned binary tree: the channel units of a place along S are padded with absent

@@ -137,21 +137,6 @@ STEADYNORM_HD Node merge_equal(const Node& a, const Node& b, double half) {
   return {a.mean + delta * 0.5, (a.m2 + b.m2) + delta * delta * half};
 }
 
-// Neighbours in a tree, of na and nb positions; kFull promises na = nb > 0.
-template <bool kFull>
-STEADYNORM_HD Node merge_positions(const Node& a, const Node& b, int na, int nb) {
-  if constexpr (kFull) {
-    return merge_equal(a, b, 0.5 * na);
-  } else {
-    return without_count(merge(with_count(a, na), with_count(b, nb)));
-  }
-}
-
-template <bool kFull>
-STEADYNORM_HD ChannelSums merge_positions(const ChannelSums& a, const ChannelSums& b, int, int nb) {
-  return kFull || nb > 0 ? merge(a, b) : a;
-}
-
 // Values of lane `lane` in a contiguous leaf of `length` values: (v, j) is there when j < lane_rest(...) of
 // its row.
 STEADYNORM_HD int lane_rest(int length, int lane, int v) { return length - kLeafRow * v - kLaneWidth * lane; }
