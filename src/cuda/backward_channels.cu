@@ -11,22 +11,17 @@ constexpr int kChannelThreads = 256;
 constexpr int kGradientChannels = 32;                                // of a block that sums over samples
 constexpr int kGradientLanes = kChannelThreads / kGradientChannels;  // blocks of 32 samples at a time
 
-// threads_x rows, threads_y lanes of kUnitsOfThread units each. unit_stride: between two units of a row.
-__global__ void __launch_bounds__(kRowThreads) rows_of_units(const BackwardCall call, const bool contiguous) {
-  ChannelSums* const nodes = shared_memory<ChannelSums>();
-  release_next();
-  wait_for_previous();
-  const std::int64_t units = call.d.tree.spatial_units, rows = call.d.N * call.d.C;
-  const std::int64_t row = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+// The tree over the units of a row, by threads_y lanes of kUnitsOfThread units each; lane 0 gets it, rounded.
+// The whole block calls this, threads_x rows at a time, with `nodes` for a node of each thread.
+__device__ __forceinline__ float2 row_of_units(const BackwardCall& call, bool contiguous, std::int64_t n,
+                                               std::int64_t c, bool active, ChannelSums* nodes) {
+  const std::int64_t units = call.d.tree.spatial_units;
   const int first = static_cast<int>(threadIdx.y) * kUnitsOfThread;
   const int there = present<int>(first, first + kUnitsOfThread, static_cast<int>(units));
   const std::int64_t unit_stride = contiguous ? 1 : call.d.C;
-
   ChannelSums sums[kUnitsOfThread]{};
-  if (row < rows) {
-    const Split sample = split(row, call.d.by_C);
-    const std::int64_t begin =
-        contiguous ? row * units : sample.quotient * units * call.d.C + sample.remainder;
+  if (active) {
+    const std::int64_t begin = contiguous ? (n * call.d.C + c) * units : n * units * call.d.C + c;
 #pragma unroll
     for (int i = 0; i < kUnitsOfThread; ++i)
       if (i < there) {
@@ -48,8 +43,18 @@ __global__ void __launch_bounds__(kRowThreads) rows_of_units(const BackwardCall 
     __syncthreads();
     if (lane % (2 * step) == 0 && lane + step < lanes_there) *own = merge(*own, own[step * width]);
   }
-  if (lane == 0 && row < rows)
-    call.rows[row] = float2{static_cast<float>(own->dz), static_cast<float>(own->dz_normalized)};
+  return {static_cast<float>(own->dz), static_cast<float>(own->dz_normalized)};
+}
+
+__global__ void __launch_bounds__(kRowThreads) rows_of_units(const BackwardCall call, const bool contiguous) {
+  release_next();
+  wait_for_previous();
+  const std::int64_t row = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const bool active = row < call.d.N * call.d.C;
+  const Split sample = split(active ? row : 0, call.d.by_C);
+  const float2 sums =
+      row_of_units(call, contiguous, sample.quotient, sample.remainder, active, shared_memory<ChannelSums>());
+  if (active && threadIdx.y == 0) call.rows[row] = sums;
 }
 
 // A segment of threads per group: an aligned binary tree over its channels, 256 at a time.
@@ -132,12 +137,64 @@ __device__ void sum_over_samples(const BackwardCall& call, std::int64_t block, b
   if (bias) store_parameter(call.dbias, call.bias.dtype, c, static_cast<float>(total.dz));
 }
 
-// Which blocks do what; any of the three may be empty.
-struct Roles {
-  std::int64_t means, sums;
-  int segment;                  // threads of a group
+struct Wanted {
   bool weight_rows, bias_rows;  // [N, C]: the rows are the gradient
   bool weight_sums, bias_sums;  // [C]
+};
+
+// All of the above for one group of every sample by one block, in one launch: where there is little of it.
+__global__ void __launch_bounds__(kRowThreads)
+    rows_means_and_parameters(const BackwardCall call, const bool contiguous, const Wanted wanted) {
+  __shared__ float2 rows[kRowThreads];
+  __shared__ ChannelSums channels[kRowThreads];
+  release_next();
+  wait_for_previous();
+  const std::int64_t g = blockIdx.x;
+  const int D = static_cast<int>(call.d.D), width = static_cast<int>(blockDim.x);
+  const int thread =
+      static_cast<int>(threadIdx.y) * width + static_cast<int>(threadIdx.x);  // and its channel
+  const std::int64_t channel = g * D + thread;
+  ChannelSums total{}, block{};
+  for (std::int64_t n = 0; n < call.d.N; ++n) {
+    for (int first = 0; first < D; first += width) {
+      const int d = first + static_cast<int>(threadIdx.x);
+      const float2 row = row_of_units(call, contiguous, n, g * D + d, d < D, shared_memory<ChannelSums>());
+      __syncthreads();
+      if (threadIdx.y == 0 && d < D) rows[d] = row;
+    }
+    __syncthreads();
+    if (thread < D) {
+      const float2 row = rows[thread];
+      channels[thread] = weighted(load_parameter(call.weight, n, channel, 1.0f), row.x, row.y);
+      if (wanted.weight_rows) store_parameter(call.dweight, call.weight.dtype, n * call.d.C + channel, row.y);
+      if (wanted.bias_rows) store_parameter(call.dbias, call.bias.dtype, n * call.d.C + channel, row.x);
+      block = merge(block, ChannelSums{row.x, row.y});
+      if ((n + 1) % kSampleBlock == 0 || n + 1 == call.d.N) {
+        total = merge(total, block);
+        block = {};
+      }
+    }
+    for (int step = 1; step < D; step *= 2) {
+      __syncthreads();
+      if (thread % (2 * step) == 0 && thread + step < D)
+        channels[thread] = merge(channels[thread], channels[thread + step]);
+    }
+    if (thread == 0 && call.dx != nullptr) {
+      const GroupMeans means =
+          group_means(channels[0], static_cast<double>(D) * static_cast<double>(call.d.S));
+      call.means[n * call.d.G + g] = float2{means.dz, means.dz_normalized};
+    }
+  }
+  if (thread >= D) return;
+  if (wanted.weight_sums)
+    store_parameter(call.dweight, call.weight.dtype, channel, static_cast<float>(total.dz_normalized));
+  if (wanted.bias_sums) store_parameter(call.dbias, call.bias.dtype, channel, static_cast<float>(total.dz));
+}
+
+// Which blocks do what; any of the three may be empty.
+struct Roles : Wanted {
+  std::int64_t means, sums;
+  int segment;  // threads of a group
 };
 
 __global__ void __launch_bounds__(kChannelThreads)
@@ -156,20 +213,19 @@ __global__ void __launch_bounds__(kChannelThreads)
   if (roles.bias_rows) store_parameter(call.dbias, call.bias.dtype, i, row.x);
 }
 
-}  // namespace
-
-cudaError_t launch_rows(const BackwardCall& call, const Plan& plan, Layout layout, const Queue& queue) {
-  return launch(rows_of_units, plan.rows, queue, call, layout == Layout::contiguous);
+Wanted wanted_of(const BackwardCall& call) {
+  const bool per_sample_weight = call.weight.sample_stride != 0,
+             per_sample_bias = call.bias.sample_stride != 0;
+  Wanted wanted;
+  wanted.weight_rows = call.dweight != nullptr && per_sample_weight;
+  wanted.weight_sums = call.dweight != nullptr && !per_sample_weight;
+  wanted.bias_rows = call.dbias != nullptr && per_sample_bias;
+  wanted.bias_sums = call.dbias != nullptr && !per_sample_bias;
+  return wanted;
 }
 
 cudaError_t launch_means_and_parameters(const BackwardCall& call, const Queue& queue) {
-  Roles roles{};
-  const bool per_sample_weight = call.weight.sample_stride != 0,
-             per_sample_bias = call.bias.sample_stride != 0;
-  roles.weight_rows = call.dweight != nullptr && per_sample_weight;
-  roles.weight_sums = call.dweight != nullptr && !per_sample_weight;
-  roles.bias_rows = call.dbias != nullptr && per_sample_bias;
-  roles.bias_sums = call.dbias != nullptr && !per_sample_bias;
+  Roles roles{wanted_of(call), 0, 0, 0};
   roles.segment = call.d.D > kChannelThreads ? kChannelThreads : power_of_two_from(call.d.D);
   if (call.dx != nullptr) roles.means = divide_up(call.d.N * call.d.G, kChannelThreads / roles.segment);
   if (roles.weight_sums || roles.bias_sums) roles.sums = divide_up(call.d.C, kGradientChannels);
@@ -178,6 +234,16 @@ cudaError_t launch_means_and_parameters(const BackwardCall& call, const Queue& q
   if (roles.weight_rows || roles.bias_rows) shape.blocks += divide_up(call.d.N * call.d.C, kChannelThreads);
   shape.threads_x = kChannelThreads;
   return launch(means_and_parameters, shape, queue, call, roles);
+}
+
+}  // namespace
+
+cudaError_t launch_channels(const BackwardCall& call, const Plan& plan, Layout layout, const Queue& queue) {
+  const bool contiguous = layout == Layout::contiguous;
+  if (plan.rows_together)
+    return launch(rows_means_and_parameters, plan.rows, queue, call, contiguous, wanted_of(call));
+  const cudaError_t error = launch(rows_of_units, plan.rows, queue, call, contiguous);
+  return error != cudaSuccess ? error : launch_means_and_parameters(call, queue);
 }
 
 }  // namespace steadynorm::cuda

@@ -205,9 +205,9 @@ void backward(const Plan& plan, const Problem& problem, const BackwardArguments&
                                        : sums_channels_last_of<a()>(call, p.plan, p.first);
                    }),
           "the sums kernel");
-    check(launch_rows(call, p.plan, problem.layout, p.next), "the rows kernel");
   }
-  check(launch_means_and_parameters(call, problem.samples > 0 ? p.next : p.first), "the parameter kernel");
+  check(launch_channels(call, p.plan, problem.layout, problem.samples > 0 ? p.next : p.first),
+        "the kernels of the channels");
   if (problem.samples > 0 && call.dx != nullptr)
     check(dispatch(problem.activation,
                    [&](auto a) {

@@ -64,8 +64,8 @@ bool apply_merges_contiguous(const ForwardCall&);
 cudaError_t launch_apply_contiguous(const ForwardCall&, const Plan&, const Queue&);
 cudaError_t launch_apply_channels_last(const ForwardCall&, const Plan&, const Queue&);
 
-cudaError_t launch_rows(const BackwardCall&, const Plan&, Layout, const Queue&);
-cudaError_t launch_means_and_parameters(const BackwardCall&, const Queue&);
+// Rows, group means and parameter gradients, of the units' sums.
+cudaError_t launch_channels(const BackwardCall&, const Plan&, Layout, const Queue&);
 
 // The sweeps over x and dy of one activation, each instantiated in a source file of its own.
 template <Activation>

@@ -14,6 +14,8 @@ namespace {
 constexpr int kNodeBytes = 16;  // a node, or a channel's two sums
 constexpr int kCoefficientBytes = 32;
 constexpr std::int64_t kWidestSlab = 512;  // channels
+constexpr std::int64_t kRowsTogether =
+    8192;  // sums of a group's units, of all samples, that one block merges
 constexpr std::int64_t kGridLimit = 2147483647;
 
 // What a plan may choose; everything else follows.
@@ -22,7 +24,8 @@ struct Choice {
   int leaves = 0;            // that a warp evaluates together; 0: as many as leave the device full
   int column_channels = 64;  // of a block that reduces, about
   int column_lanes = 16;     // of such a block, times what fewer columns leave
-  int sweep_columns = 64;    // at most, of a sweep
+  bool rows_together = true;
+  int sweep_columns = 64;  // at most, of a sweep
   int sweep_rows = 32;
   bool reverse = true;
 };
@@ -189,8 +192,13 @@ Plan make_plan(const Problem& p, const DeviceInfo& device, const Choice& choice)
   plan.write = launch_of(plan.apply, p, 16);
   plan.input = launch_of(plan.gradient, p, 32);
   plan.unit_lanes = power_of_two_from(divide_up(tree.spatial_units, kUnitsOfThread));
-  plan.rows = {tree.spatial_units == 1 ? 0 : divide_up(p.samples * p.channels, kRowThreads / plan.unit_lanes),
-               kRowThreads / plan.unit_lanes, plan.unit_lanes, kRowThreads * kNodeBytes};
+  const int rows = kRowThreads / plan.unit_lanes;
+  plan.rows_together = choice.rows_together && p.samples > 0 && d.D <= kRowThreads &&
+                       p.samples * d.D * tree.spatial_units <= kRowsTogether;
+  plan.rows = {plan.rows_together        ? p.groups
+               : tree.spatial_units == 1 ? 0
+                                         : divide_up(p.samples * p.channels, rows),
+               rows, plan.unit_lanes, kRowThreads * kNodeBytes};
   return plan;
 }
 
@@ -229,6 +237,7 @@ std::vector<Plan> legal_plans(const Problem& problem, const DeviceInfo& device) 
     for (const int lanes : {4, 32})
       add({.column_channels = channels,
            .column_lanes = lanes,
+           .rows_together = false,
            .sweep_columns = 16,
            .sweep_rows = 4,
            .reverse = false});

@@ -80,11 +80,12 @@ struct Plan {
   Columns sum_columns;
   Sweep apply;
   Sweep gradient;
-  int unit_lanes = 1;    // backward: threads along the units of a channel, 8 units each
-  bool overlap = false;  // programmatic dependent launch
+  int unit_lanes = 1;          // backward: threads along the units of a channel, 8 units each
+  bool rows_together = false;  // backward: one launch from the units' sums to means and parameter gradients
+  bool overlap = false;        // programmatic dependent launch
 
   Launch statistics, finalize, write;  // forward; finalize may be preceded by folds, see fold_blocks()
-  Launch sums, rows, means, parameters, input;  // backward
+  Launch sums, rows, input;            // backward
 
   bool operator==(const Plan&) const = default;
 };
