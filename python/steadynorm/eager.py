@@ -112,7 +112,7 @@ def check(
     if out_dtype is not None:
         _check_dtype("out_dtype", out_dtype)
     if not 0 <= eps < math.inf:
-        _reject(f"eps must be finite and not negative, got eps={eps:f}")
+        _reject(f"eps must be finite and not negative, got eps={eps:g}")
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and parameter.dtype == torch.float64 != input.dtype:
             _reject(f"a float64 {name} needs a float64 input, got input {_name(input.dtype)}")

@@ -2,6 +2,7 @@
 #include "steadynorm/problem.h"
 
 #include <cmath>
+#include <cstdio>
 #include <string>
 
 namespace steadynorm {
@@ -11,6 +12,12 @@ namespace {
 constexpr const char* kActivations[] = {"none", "relu", "silu", "gelu", "gelu_tanh"};
 
 [[noreturn]] void reject(const std::string& what) { throw InvalidArgument("group_norm: " + what); }
+
+std::string shortest(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", value);
+  return text;
+}
 
 void require_parameter(const char* name, const Parameter& parameter, DType x) {
   if (parameter.present() && parameter.dtype == DType::float64 && x != DType::float64)
@@ -65,7 +72,7 @@ void validate(const Problem& p) {
   if (p.channels % p.groups != 0)
     reject("channels must be divisible by groups, got C=" + text(p.channels) + ", G=" + text(p.groups));
   if (!(std::isfinite(p.eps) && p.eps >= 0))
-    reject("eps must be finite and not negative, got eps=" + std::to_string(p.eps));
+    reject("eps must be finite and not negative, got eps=" + shortest(p.eps));
   require_parameter("weight", p.weight, p.x);
   require_parameter("bias", p.bias, p.x);
 }

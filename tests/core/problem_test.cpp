@@ -78,7 +78,7 @@ TEST(ProblemValidation, GroupsThatDoNotDivideTheChannelsAreRejected) {
 
 TEST(ProblemValidation, NegativeInfiniteOrNanEpsIsRejected) {
   EXPECT_EQ(rejection([](Problem& p) { p.eps = -0.5; }),
-            "group_norm: eps must be finite and not negative, got eps=-0.500000");
+            "group_norm: eps must be finite and not negative, got eps=-0.5");
   EXPECT_EQ(rejection([](Problem& p) { p.eps = std::numeric_limits<double>::infinity(); }),
             "group_norm: eps must be finite and not negative, got eps=inf");
   EXPECT_EQ(rejection([](Problem& p) { p.eps = std::numeric_limits<double>::quiet_NaN(); }),

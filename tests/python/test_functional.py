@@ -263,7 +263,7 @@ ERRORS = [
         {},
         "group_norm: a float64 bias needs a float64 input, got input float16",
     ),
-    ((X, 3, None, None, -1.0), {}, "group_norm: eps must be finite and not negative, got eps=-1.000000"),
+    ((X, 3, None, None, -1.0), {}, "group_norm: eps must be finite and not negative, got eps=-1"),
     ((X, 3, None, None, float("inf")), {}, "group_norm: eps must be finite and not negative, got eps=inf"),
     ((X, 3, None, None, float("nan")), {}, "group_norm: eps must be finite and not negative, got eps=nan"),
     (

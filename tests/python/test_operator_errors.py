@@ -42,7 +42,7 @@ WRONG = {
         {"input": ((2, 6, 5), torch.bfloat16), "bias": ((6,), torch.float64)},
         "a float64 bias needs a float64 input, got input bfloat16",
     ),
-    "eps": ({"eps": -1.0}, "eps must be finite and not negative, got eps=-1.000000"),
+    "eps": ({"eps": -1.0}, "eps must be finite and not negative, got eps=-1"),
     "eps is NaN": ({"eps": float("nan")}, "eps must be finite and not negative, got eps=nan"),
     "activation": (
         {"activation": "tanh"},
