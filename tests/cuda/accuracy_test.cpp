@@ -178,9 +178,20 @@ TEST_F(CudaSanitizer, FullLeavesAndGivenMoments) {
   }
 }
 
+// Only channels this long have units of several leaves.
+TEST_F(CudaSanitizer, UnitsOfSeveralLeaves) {
+  const Problem p = make_problem(1, 1, 1, 4300001, Layout::contiguous, DType::bfloat16);
+  ASSERT_GT(cuda::choose_plan(p, cuda::current_device()).runs.leaves_per_unit, 1);
+  const Inputs in(p, make_data(p, Kind::normal, 7));
+  const Forward forward = cuda_forward(p, in);
+  expect_same(describe(p), p, forward, run_forward(p, in));
+  expect_same(describe(p), cuda_backward(p, in, forward.statistics), run_backward(p, in, forward.statistics));
+}
+
 TEST_F(CudaSanitizer, TreesOfEveryDepth) {
   for (const Layout layout : kLayouts) {
-    const std::int64_t sizes[][4] = {{1, 2, 1, 270001}, {1, 600, 2, 65}, {2, 1200, 1, 8}, {1, 40, 4, 2050}};
+    const std::int64_t sizes[][4] = {
+        {1, 2, 1, 270001}, {1, 600, 2, 65}, {1, 600, 2, 300}, {2, 1200, 1, 8}, {1, 40, 4, 2050}};
     for (const auto& size : sizes) {
       const Problem p = make_problem(size[0], size[1], size[2], size[3], layout, DType::bfloat16);
       const Inputs in(p, make_data(p, Kind::normal, 7));
