@@ -59,10 +59,16 @@ __device__ __forceinline__ ChannelSums contiguous_leaf_sums(const T* x, const U*
   return warp_tree(sums, kLanes, lanes);
 }
 
+// Blocks on an SM that registers are for: 128 of them for a thread, or 96 where rows are narrow and curves
+// simple.
+template <class T, class U, Activation A>
+constexpr int kSumBlocks = A == Activation::gelu_tanh                           ? 3
+                           : A == Activation::gelu || sizeof(T) + sizeof(U) > 4 ? 4
+                                                                                : 5;
+
 // Shared memory: the sums of each warp.
-// gelu_tanh needs a few registers more than the 128 that four blocks on an SM leave.
 template <class T, class U, Activation A, int kRows>
-__global__ void __launch_bounds__(kLeafWarps* kLanes, A == Activation::gelu_tanh ? 3 : 4)
+__global__ void __launch_bounds__(kLeafWarps* kLanes, kSumBlocks<T, U, A>)
     sums_contiguous(const BackwardCall call, const Runs runs) {
   ChannelSums* const nodes = shared_memory<ChannelSums>();
   release_next();
