@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from helpers import use_rung
-from steadynorm import rungs
+from steadynorm import compiled, rungs
 
 
 @pytest.fixture(params=[rungs.NATIVE, rungs.EAGER])
@@ -28,3 +28,15 @@ def set_threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def ladder(monkeypatch: pytest.MonkeyPatch):
+    """Every rung on, Dynamo without Inductor; every change to the ladder is undone."""
+    use_rung(rungs.NATIVE, monkeypatch)
+    monkeypatch.setattr(compiled.rung, "off", None)
+    monkeypatch.setattr(compiled, "_kinds", {})
+    monkeypatch.setattr(rungs, "_refused", {})
+    torch._dynamo.reset()
+    yield monkeypatch
+    torch._dynamo.reset()
