@@ -28,7 +28,7 @@ BACKEND = "inductor"
 MAX_KINDS = 64
 
 rung = Rung("compiled", "eager PyTorch serves instead of compiled PyTorch")
-_kinds: dict[tuple, Callable[..., Any]] = {}
+_kinds: dict[tuple, Callable[..., torch.Tensor]] = {}
 _lock = threading.Lock()
 
 
@@ -76,76 +76,66 @@ class _GroupNorm(torch.autograd.Function):
     def forward(ctx, input, weight, bias, options) -> torch.Tensor:
         ctx.save_for_backward(input, weight, bias)
         ctx.options = options
-        format = eager.memory_format(input)
-        x = input.detach().contiguous(memory_format=format)
-        y = _run(eager.formula, x, _detached(weight), _detached(bias), *options, format)
-        return y.contiguous(memory_format=format)
+        detached = (None if t is None else t.detach() for t in (input, weight, bias))
+        return _formula(*detached, *options, eager.memory_format(input))
 
     @staticmethod
     def backward(ctx, dy) -> tuple:
-        input, weight, bias = ctx.saved_tensors
-        format = eager.memory_format(input)
-        arguments = (input, weight, bias, *ctx.options, format)
-        if torch.is_grad_enabled() or not takes(dy, input, weight, bias):
-            return (*_gradients(dy, *arguments), None)
-        arguments = (input.detach().contiguous(memory_format=format), *arguments[1:])
-        dy = dy.contiguous(memory_format=format)
+        saved = ctx.saved_tensors  # once: checkpointing allows no second look
+        if torch.is_grad_enabled() or not takes(dy, *saved):
+            return (*_gradients(eager.formula, dy, *saved, ctx.options), None)
         try:
-            found = _run(_gradients, dy, *arguments)
+            found = _gradients(_formula, dy, *saved, ctx.options)
         except Exception as error:
             reason = failure(error)
             if reason is None:
                 raise
             rung.latch(reason)
-            found = _gradients(dy, *arguments)
+            found = _gradients(eager.formula, dy, *saved, ctx.options)
         return (*found, None)
 
 
-def _gradients(dy, input, weight, bias, num_groups, eps, activation, out_dtype, format) -> tuple:
-    """dx in `format`, dweight and dbias; None for what is missing."""
-    given = [t for t in (input, weight, bias) if t is not None]
+def _gradients(formula: Callable[..., torch.Tensor], dy, input, weight, bias, options) -> list:
+    """dx in input's memory format, dweight and dbias; None where not wanted. `formula` runs once more."""
+    again = torch.is_grad_enabled()  # the gradients will be differentiated
+    format = eager.memory_format(input)
+    tensors = [input, weight, bias]
+    if not again:
+        tensors = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
+    wanted = [t for t in tensors if t is not None and t.requires_grad]
+    with torch.enable_grad():
+        y = formula(*tensors, *options, format)
+        found = list(torch.autograd.grad(y, wanted, dy, create_graph=again))
+    dx, *rest = (found.pop(0) if t is not None and t.requires_grad else None for t in tensors)
+    return [None if dx is None else dx.contiguous(memory_format=format), *rest]
 
-    def call(*tensors):
-        left = list(tensors)
-        x, w, b = (None if t is None else left.pop(0) for t in (input, weight, bias))
-        return eager.formula(x, w, b, num_groups, eps, activation, out_dtype, format)
 
-    found = list(torch.func.vjp(call, *given)[1](dy))
-    dx, dweight, dbias = (None if t is None else found.pop(0) for t in (input, weight, bias))
-    return dx.contiguous(memory_format=format), dweight, dbias
-
-
-def _run(function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(*arguments)`, compiled. Autocast, which chooses no dtype in it, would be one more kind."""
-    tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
-    device = tensors[0].device.type
+def _formula(input: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """`eager.formula`, compiled. Strides and autocast do not matter to it, and shall make no new code."""
+    format, device = rest[-1], input.device.type
+    arguments = (input.contiguous(memory_format=format), *rest)
     available = torch.amp.is_autocast_available(device)
     with torch.autocast(device, enabled=False) if available else contextlib.nullcontext():
-        return _compiled(function, _kind(function, arguments))(*arguments)
+        return _code(arguments)(*arguments).contiguous(memory_format=format)
 
 
-def _kind(function: Callable[..., Any], arguments: tuple) -> tuple:
+def _code(arguments: tuple) -> Callable[..., torch.Tensor]:
+    """What Dynamo compiles for this kind of call, or has compiled."""
+
     def of(a: Any) -> Any:
         if isinstance(a, torch.Tensor):
-            return a.dim(), a.dtype, a.device, a.is_inference()
+            return a.dim(), a.dtype, a.device, a.requires_grad, a.is_inference()
         return None if isinstance(a, (int, float)) else a
 
-    return BACKEND, function, *map(of, arguments)
-
-
-def _compiled(function: Callable[..., Any], kind: tuple) -> Callable[..., Any]:
+    kind = (BACKEND, torch.is_grad_enabled(), *map(of, arguments))
     with _lock:
         if kind not in _kinds:
             if len(_kinds) >= MAX_KINDS:
-                return function
-            # Dynamo counts by code object.
-            own = types.FunctionType(function.__code__.replace(), function.__globals__)
+                return eager.formula
+            formula = eager.formula
+            own = types.FunctionType(formula.__code__.replace(), formula.__globals__)  # Dynamo counts by code
             try:
                 _kinds[kind] = torch.compile(own, dynamic=True, backend=BACKEND)
             except RuntimeError as error:
                 raise CompileUnavailable(str(error)) from error
         return _kinds[kind]
-
-
-def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.detach()
