@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -51,6 +50,8 @@ def takes(*tensors: torch.Tensor | None) -> bool:
 
 def failure(error: Exception) -> str | None:
     """What an error says about this rung; None: nothing, it is somebody else's."""
+    from torch._dynamo.exc import TorchDynamoException  # a second or two, for those who need it
+
     if not isinstance(error, (CompileUnavailable, TorchDynamoException)):
         return None
     cause = getattr(error, "inner_exception", error)  # of a failed backend
@@ -99,11 +100,14 @@ def _gradients(formula: Callable[..., torch.Tensor], dy, input, weight, bias, op
     """dx in input's memory format, dweight and dbias; None where not wanted. `formula` runs once more."""
     again = torch.is_grad_enabled()  # the gradients will be differentiated
     format = eager.memory_format(input)
-    tensors = [input, weight, bias]
-    if not again:
-        tensors = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
-    wanted = [t for t in tensors if t is not None and t.requires_grad]
+
+    def own(t: torch.Tensor | None) -> torch.Tensor | None:
+        # A view where the history is needed: a weight made from input must not bring its part of dx along.
+        return None if t is None else t.view_as(t) if again else t.detach().requires_grad_(t.requires_grad)
+
     with torch.enable_grad():
+        tensors = [own(t) for t in (input, weight, bias)]
+        wanted = [t for t in tensors if t is not None and t.requires_grad]
         y = formula(*tensors, *options, format)
         found = list(torch.autograd.grad(y, wanted, dy, create_graph=again))
     dx, *rest = (found.pop(0) if t is not None and t.requires_grad else None for t in tensors)
@@ -136,6 +140,6 @@ def _code(arguments: tuple) -> Callable[..., torch.Tensor]:
             own = types.FunctionType(formula.__code__.replace(), formula.__globals__)  # Dynamo counts by code
             try:
                 _kinds[kind] = torch.compile(own, dynamic=True, backend=BACKEND)
-            except RuntimeError as error:
-                raise CompileUnavailable(str(error)) from error
+            except Exception as error:
+                raise CompileUnavailable(sentence(error)) from error
         return _kinds[kind]

@@ -37,7 +37,7 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
 torch.manual_seed(0)
 norm = steadynorm.GroupNorm(4, 8, activation="relu")
-model = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.Conv2d(8, 1, 3)).to(memory_format=torch.channels_last)
+model = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.Conv2d(8, 1, 3))
 rows = []
 norm.register_forward_hook(lambda module, x, y: rows.append([
     str(x[0].dtype), str(y.dtype), y.is_contiguous(memory_format=torch.channels_last), steadynorm.last_rung(),
@@ -81,7 +81,8 @@ late = steadynorm.GroupNorm(4, 8)
 late(torch.zeros(1, 8, 3))
 ours = [str(w.message) for w in caught if str(w.message).startswith("steadynorm")]
 print(json.dumps({
-    "rows": rows, "losses": losses, "gradients": gradients, "warnings": len(ours), "late": steadynorm.last_rung(),
+    "rows": rows, "losses": losses, "gradients": gradients, "warnings": len(ours),
+    "late": steadynorm.last_rung(),
     "dtypes": sorted({str(p.grad.dtype) for p in net.parameters()}),
 }))
 dist.destroy_process_group()

@@ -13,8 +13,9 @@ import torch
 import steadynorm
 from examples.brain_unet import measure
 from examples.brain_unet.model import UNet, norm_sites, steady_norm
-from helpers import RUNGS, laid_out, layout_of, normal, outputs, use_rung
+from helpers import LAUNCH_FAILED, RUNGS, broken, laid_out, layout_of, normal, outputs, use_rung
 from steadynorm import GroupNorm, _native, compiled, eager, group_norm, rungs
+from steadynorm import __main__ as program
 
 # Order and switches.
 
@@ -152,6 +153,20 @@ def test_gradients_of_the_compiled_rung_have_gradients(ladder):
     together = torch.autograd.grad(y, x, batch, is_grads_batched=True, retain_graph=True)[0]
     alone = torch.stack([torch.autograd.grad(y, x, dy, retain_graph=True)[0] for dy in batch])
     torch.testing.assert_close(together, alone)
+
+
+def test_a_weight_made_from_the_input_has_its_own_part_of_the_gradient(ladder):
+    x, dy = (normal(2, 4, 3, seed=seed, dtype=torch.float64).requires_grad_() for seed in (1, 2))
+
+    def second():
+        y = group_norm(x, 2, x.mean(2), x[:, :, 0])
+        (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
+        return dx, *torch.autograd.grad(dx.square().sum(), (x, dy))
+
+    expected = second()
+    use_rung(rungs.COMPILED, ladder)
+    torch.testing.assert_close(second(), expected)
+    assert steadynorm.last_rung() == rungs.COMPILED
 
 
 def test_the_compiled_rung_saves_its_arguments_alone(ladder):
@@ -303,3 +318,15 @@ def test_every_site_of_a_unet_keeps_dtype_and_format(ladder, name, autocast):
         out = {"out_dtype": measure.dtype_name(dtype), "memory_format": format}
         assert row == {"name": site, "rung": name} | out
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in net.parameters())
+
+
+def test_info_tells_what_is_latched_and_why(ladder, capsys):
+    with pytest.warns(RuntimeWarning), broken(rungs.NATIVE):
+        GroupNorm(3, 6)(normal(2, 6, 4))
+    steadynorm.set_rung("compiled", False)
+    assert program.main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"rung native: latched off: RuntimeError: {LAUNCH_FAILED}" in lines
+    assert "rung compiled: off: turned off by set_rung" in lines
+    assert "rung eager: on" in lines
+    assert any(line.endswith(f": rung eager (RuntimeError: {LAUNCH_FAILED})") for line in lines)
