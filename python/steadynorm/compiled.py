@@ -4,8 +4,9 @@
 An autograd function of its own rather than torch.compile's: it saves input, weight and bias alone, computes
 in backward what it needs again, and its gradients have gradients, which those of compiled code have not.
 
-How much is compiled is bounded: sizes are symbols, everything else that shapes the code is a *kind* with a
-code object of its own, on which Dynamo keeps to its `recompile_limit`; beyond it the formula runs uncompiled.
+How much is compiled is bounded: sizes are symbols, and every other argument belongs to the *kind* of call. A
+kind has a code object of its own, on which Dynamo keeps to its `recompile_limit` (sizes of 1 make new code).
+Beyond that and beyond MAX_KINDS the formula runs uncompiled.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ class CompileUnavailable(RuntimeError):
 def takes(*tensors: torch.Tensor | None) -> bool:
     """Whether torch.compile can be trusted with these tensors in this context; what it can't is eager's."""
     return (
-        all(t is None or type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
-        and not any(t is not None and (t.is_meta or t.numel() == 0) for t in tensors)
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
         and _get_current_dispatch_mode() is None
+        and all(t is None or type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+        and not any(t is not None and (t.is_meta or t.numel() == 0) for t in tensors)
     )
 
 
@@ -129,7 +130,7 @@ def _code(arguments: tuple) -> Callable[..., torch.Tensor]:
     def of(a: Any) -> Any:
         if isinstance(a, torch.Tensor):
             return a.dim(), a.dtype, a.device, a.requires_grad, a.is_inference()
-        return None if isinstance(a, (int, float)) else a
+        return a
 
     kind = (BACKEND, torch.is_grad_enabled(), *map(of, arguments))
     with _lock:

@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import steadynorm
 from examples.brain_unet import measure
@@ -74,7 +75,9 @@ def test_a_rung_off_in_the_environment_can_be_turned_on_later(ladder):
         assert rungs.native.operator is None
         group_norm(normal(2, 6, 4), 3)
         assert steadynorm.last_rung() == "eager"
+        rungs._refused[torch.device("meta")] = "as it was"
         steadynorm.set_rung("native", True)
+        assert rungs._refused == {}
         group_norm(normal(2, 6, 4), 3)
         assert steadynorm.last_rung() == "native"
 
@@ -146,7 +149,7 @@ def test_gradients_of_the_compiled_rung_have_gradients(ladder):
     def call(*tensors):
         return group_norm(tensors[0], 2, *tensors[1:], activation="silu")
 
-    assert torch.autograd.gradgradcheck(call, (x, weight, bias))
+    assert torch.autograd.gradgradcheck(call, (x, weight, bias), fast_mode=True)
     assert steadynorm.last_rung() == rungs.COMPILED
     y = call(x, weight, bias)
     batch = normal(3, *y.shape, dtype=torch.float64)
@@ -183,6 +186,8 @@ CONTEXTS = {
     "grad": lambda x: torch.func.grad(lambda s: group_norm(s, 3).square().sum())(x),
     "jvp": lambda x: torch.func.jvp(lambda s: group_norm(s, 3), (x,), (torch.ones_like(x),))[1],
     "dual": lambda x: dual(x),
+    "jit.trace": lambda x: torch.jit.trace(lambda x: group_norm(x, 3), x, check_trace=False)(x),
+    "make_fx": lambda x: make_fx(lambda x: group_norm(x, 3))(x)(x),
     "empty": lambda x: group_norm(x[:0], 3),
     "meta": lambda x: group_norm(x.to("meta"), 3),
 }
@@ -194,6 +199,7 @@ def dual(x):
         return torch.autograd.forward_ad.unpack_dual(y).tangent
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_what_compiled_code_cant_do_is_eagers(ladder, context):
     x = normal(2, 6, 4)
@@ -224,6 +230,22 @@ def test_in_code_that_the_user_compiles_nothing_is_compiled_again(ladder):
     assert len(compiled._kinds) == before
 
 
+def test_in_code_that_the_user_compiles_a_latch_counts(ladder):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(any("steadynorm" in str(n.target) for n in graph.graph.nodes))
+        return graph.forward
+
+    norm, x = GroupNorm(3, 6), normal(2, 6, 4)
+    call = torch.compile(norm, fullgraph=True, backend=backend)
+    call(x)
+    with pytest.warns(RuntimeWarning), broken(rungs.NATIVE):
+        norm(x)
+    call(x)
+    assert graphs == [True, False]
+
+
 def test_serving_a_module_does_not_recompile_the_users_code(ladder):
     norm, graphs = GroupNorm(3, 6), []
     call = torch.compile(norm, fullgraph=True, backend=lambda g, i: graphs.append(g) or g.forward)
@@ -238,14 +260,16 @@ def test_serving_a_module_does_not_recompile_the_users_code(ladder):
 # How much is compiled.
 
 
-def test_sizes_are_symbols(ladder):
+def test_sizes_strides_and_autocast_make_no_new_code(ladder):
     use_rung(rungs.COMPILED, ladder)
     graphs = []
     ladder.setattr(compiled, "BACKEND", lambda g, i: graphs.append(g) or g.forward)
-    for n, groups, width, height in itertools.product((2, 3), (2, 4), (12, 24), (4, 5, 7)):
-        group_norm(laid_out(normal(n, width, height, 6), "channels_last"), groups, torch.ones(width))
+    for n, width, height in itertools.product((2, 3), (12, 24), (4, 5, 7)):
+        x = normal(n, width, height, 6)
+        with torch.autocast("cpu", torch.bfloat16, enabled=height == 5):
+            group_norm(x[..., ::2] if height == 7 else x, 4, torch.ones(width))
         assert steadynorm.last_rung() == rungs.COMPILED
-    assert 1 <= len(graphs) <= 2
+    assert len(graphs) == 1
 
 
 def test_kinds_of_calls_do_not_share_a_limit(ladder):
