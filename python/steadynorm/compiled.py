@@ -117,11 +117,11 @@ def _gradients(formula: Callable[..., torch.Tensor], dy, input, weight, bias, op
 
 def _formula(input: torch.Tensor, *rest: Any) -> torch.Tensor:
     """`eager.formula`, compiled. Strides and autocast do not matter to it, and shall make no new code."""
-    format, device = rest[-1], input.device.type
-    arguments = (input.contiguous(memory_format=format), *rest)
+    device = input.device.type
+    arguments = (input.contiguous(memory_format=rest[-1]), *rest)
     available = torch.amp.is_autocast_available(device)
     with torch.autocast(device, enabled=False) if available else contextlib.nullcontext():
-        return _code(arguments)(*arguments).contiguous(memory_format=format)
+        return _code(arguments)(*arguments)
 
 
 def _code(arguments: tuple) -> Callable[..., torch.Tensor]:

@@ -353,6 +353,7 @@ def test_bad_input_is_one_sentence(rung, arguments, options, sentence):
     with pytest.raises(ValueError) as raised:
         group_norm(*arguments, **options)
     assert str(raised.value) == sentence
+    assert raised.value.__context__ is None or raised.value.__suppress_context__  # one sentence, not two
 
 
 def test_one_value_per_group_raises_what_stock_raises(rung):

@@ -133,6 +133,19 @@ def test_compiled_agrees_with_native(ladder, autocast, layout, dtype, out_dtype,
         )
 
 
+def test_the_compiled_rung_refuses_what_the_others_refuse(ladder):
+    use_rung(rungs.COMPILED, ladder)
+    with pytest.raises(
+        ValueError, match=r"^group_norm: eps must be finite and not negative, got eps=-1e-10$"
+    ):
+        group_norm(normal(2, 6, 4), 3, eps=-1e-10)
+    with pytest.raises(
+        ValueError, match=r"^group_norm: a float64 weight needs a float64 input, got input float32$"
+    ):
+        group_norm(normal(2, 6, 4), 3, torch.ones(6, dtype=torch.float64))
+    assert compiled.rung.failure is None
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_compiled_output_is_rounded_once(ladder, dtype):
     use_rung(rungs.COMPILED, ladder)
@@ -156,6 +169,7 @@ def test_gradients_of_the_compiled_rung_have_gradients(ladder):
     together = torch.autograd.grad(y, x, batch, is_grads_batched=True, retain_graph=True)[0]
     alone = torch.stack([torch.autograd.grad(y, x, dy, retain_graph=True)[0] for dy in batch])
     torch.testing.assert_close(together, alone)
+    assert compiled.rung.failure is None
 
 
 def test_a_weight_made_from_the_input_has_its_own_part_of_the_gradient(ladder):
@@ -210,6 +224,37 @@ def test_what_compiled_code_cant_do_is_eagers(ladder, context):
     assert compiled.rung.failure is None
     if context != "meta":
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_tangent_of_the_incoming_gradient_is_not_dropped(ladder):
+    """Stock's backward has no forward mode, and says so; compiled code would say nothing."""
+    use_rung(rungs.COMPILED, ladder)
+    x = normal(2, 6, 4).requires_grad_()
+    y = group_norm(x, 3)
+    ladder.setattr(compiled, "_formula", lambda *_: pytest.fail("compiled code is asked"))
+    with torch.autograd.forward_ad.dual_level():
+        dy = torch.autograd.forward_ad.make_dual(torch.ones_like(y), torch.ones_like(y))
+        with pytest.raises(NotImplementedError, match="forward AD"):
+            torch.autograd.grad(y, x, dy)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_gradient_that_comes_contiguous_is_brought_to_the_inputs_format(ladder, again):
+    """As stock's does on CUDA."""
+    use_rung(rungs.COMPILED, ladder)
+    x = laid_out(normal(2, 6, 4, 3), "channels_last").requires_grad_()
+    y = group_norm(x, 3)
+    formula = eager.formula
+
+    def relaid(x, *rest):
+        x = x.view_as(x)
+        x.register_hook(torch.Tensor.contiguous)
+        return formula(x, *rest)
+
+    for module, name in ((eager, "formula"), (compiled, "_formula")):
+        ladder.setattr(module, name, relaid)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=again)
+    assert layout_of(dx) == "channels_last"
 
 
 def test_in_code_that_the_user_compiles_nothing_is_compiled_again(ladder):
