@@ -112,8 +112,8 @@ def failure(error: Exception) -> str | None:
     return sentence(error) if refused or isinstance(error, NotImplementedError) else None
 
 
-def does_not_know(error: Exception) -> bool:
-    """Whether an error says that the operator has no kernel for this kind of tensor."""
+def declines(error: Exception) -> bool:
+    """Whether an error says no more than: the operator has no kernel for this kind of tensor."""
     no_kernel = isinstance(error, (NotImplementedError, TypeError))
     return no_kernel and re.search(r"\bsteadynorm(::|\.)group_norm", str(error)) is not None
 

@@ -29,7 +29,7 @@ MAX_KINDS = 64
 
 rung = Rung("compiled", "eager PyTorch serves instead of compiled PyTorch")
 _kinds: dict[tuple, Callable[..., torch.Tensor]] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()  # while one thread compiles, Dynamo refuses compiled code to all others
 
 
 class CompileUnavailable(RuntimeError):
@@ -38,8 +38,11 @@ class CompileUnavailable(RuntimeError):
 
 def takes(*tensors: torch.Tensor | None) -> bool:
     """Whether torch.compile can be trusted with these tensors in this context; what it can't is eager's."""
+    # torch 2.11 crashes the process when its first compilation was in a thread that has ended since.
+    first_in_main = bool(_kinds) or threading.current_thread() is threading.main_thread()
     return (
-        not torch.compiler.is_compiling()
+        first_in_main
+        and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
@@ -47,6 +50,11 @@ def takes(*tensors: torch.Tensor | None) -> bool:
         and all(t is None or type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
         and not any(t is not None and (t.is_meta or t.numel() == 0) for t in tensors)
     )
+
+
+def declines(error: Exception) -> bool:
+    """Whether an error says no more than: not now. Somebody else's code is being compiled."""
+    return isinstance(error, RuntimeError) and "symbolically trace a dynamo-optimized function" in str(error)
 
 
 def failure(error: Exception) -> str | None:
@@ -87,12 +95,14 @@ class _GroupNorm(torch.autograd.Function):
         if torch.is_grad_enabled() or not takes(dy, *saved):
             return (*_gradients(eager.formula, dy, *saved, ctx.options), None)
         try:
-            found = _gradients(_formula, dy, *saved, ctx.options)
+            with _lock:  # what is compiled forward may be compiled backward only when that runs
+                found = _gradients(_formula, dy, *saved, ctx.options)
         except Exception as error:
             reason = failure(error)
-            if reason is None:
+            if reason is not None:
+                rung.latch(reason)
+            elif not declines(error):
                 raise
-            rung.latch(reason)
             found = _gradients(eager.formula, dy, *saved, ctx.options)
         return (*found, None)
 
@@ -120,7 +130,7 @@ def _formula(input: torch.Tensor, *rest: Any) -> torch.Tensor:
     device = input.device.type
     arguments = (input.contiguous(memory_format=rest[-1]), *rest)
     available = torch.amp.is_autocast_available(device)
-    with torch.autocast(device, enabled=False) if available else contextlib.nullcontext():
+    with _lock, torch.autocast(device, enabled=False) if available else contextlib.nullcontext():
         return _code(arguments)(*arguments)
 
 
@@ -133,14 +143,15 @@ def _code(arguments: tuple) -> Callable[..., torch.Tensor]:
         return a
 
     kind = (BACKEND, torch.is_grad_enabled(), *map(of, arguments))
-    with _lock:
-        if kind not in _kinds:
-            if len(_kinds) >= MAX_KINDS:
-                return eager.formula
-            formula = eager.formula
-            own = types.FunctionType(formula.__code__.replace(), formula.__globals__)  # Dynamo counts by code
-            try:
-                _kinds[kind] = torch.compile(own, dynamic=True, backend=BACKEND)
-            except Exception as error:
-                raise CompileUnavailable(sentence(error)) from error
-        return _kinds[kind]
+    if kind not in _kinds:
+        if len(_kinds) >= MAX_KINDS:
+            return eager.formula
+        formula = eager.formula
+        own = types.FunctionType(
+            formula.__code__.replace(), formula.__globals__
+        )  # Dynamo counts by code object
+        try:
+            _kinds[kind] = torch.compile(own, dynamic=True, backend=BACKEND)
+        except Exception as error:
+            raise CompileUnavailable(sentence(error)) from error
+    return _kinds[kind]

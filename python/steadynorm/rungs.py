@@ -159,9 +159,10 @@ def _may_serve(rung: Rung, module: GroupNorm | None) -> bool:
 def _next_serves(rung: Rung, module: GroupNorm | None, error: Exception, arguments: tuple[Any, ...]) -> bool:
     """After an error of `rung`: whether the call goes on to the next one, rather than up to the caller."""
     _check(arguments)
-    if rung is native_rung and _native.does_not_know(error):
+    implementation = _native if rung is native_rung else compiled
+    if implementation.declines(error):
         return True
-    reason = (_native if rung is native_rung else compiled).failure(error)
+    reason = implementation.failure(error)
     if reason is None:
         return False
     rung.latch(reason)

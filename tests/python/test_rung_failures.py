@@ -3,11 +3,14 @@
 
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 import steadynorm
 from helpers import (
@@ -227,6 +230,49 @@ def test_errors_of_saved_tensor_hooks_pass_through(ladder, name, kind):
         GroupNorm(3, 6)(data())
     assert raised.value is error
     assert not any(rung.failure for rung in rungs.ladder.values())
+
+
+def test_threads_compile_one_at_a_time(ladder):
+    use_rung(rungs.COMPILED, ladder)
+    compiling, together, start = [], [], threading.Barrier(4)
+
+    def backend(graph, inputs):
+        compiling.append(None)
+        time.sleep(0.02)
+        together.append(len(compiling))
+        compiling.pop()
+        return make_boxed_func(graph.forward)
+
+    ladder.setattr(compiled, "_kinds", {})
+    with ThreadPoolExecutor(1) as pool:  # the first compilation is the main thread's
+        assert pool.submit(served_by, lambda: group_norm(data(), 3)).result() == rungs.EAGER
+    assert served_by(lambda: group_norm(data(), 3)) == rungs.COMPILED
+    ladder.setattr(compiled, "BACKEND", aot_autograd(fw_compiler=backend))
+
+    def train(number):
+        x = normal(2, 6, 4, seed=number).requires_grad_()
+        start.wait()
+        y = GroupNorm(3, 6, activation=("relu", "silu")[number % 2])(x)
+        y.square().sum().backward()
+        return steadynorm.last_rung()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(train, range(4))) == {rungs.COMPILED}
+    assert set(together) == {1}
+    assert compiled.rung.failure is None
+
+
+def test_while_somebody_else_compiles_eager_serves(ladder):
+    """Dynamo knows of tracing in the process, not in the thread."""
+    use_rung(rungs.COMPILED, ladder)
+    x = normal(2, 6, 4).requires_grad_()
+    y = group_norm(x, 3)
+    (right,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    ladder.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True)
+    torch.testing.assert_close(group_norm(x, 3), y)
+    assert steadynorm.last_rung() == rungs.EAGER
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], right)
+    assert compiled.rung.failure is None
 
 
 def test_torch_compile_that_refuses_is_a_failure(ladder):
