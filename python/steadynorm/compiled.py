@@ -95,8 +95,7 @@ class _GroupNorm(torch.autograd.Function):
         if torch.is_grad_enabled() or not takes(dy, *saved):
             return (*_gradients(eager.formula, dy, *saved, ctx.options), None)
         try:
-            with _lock:  # what is compiled forward may be compiled backward only when that runs
-                found = _gradients(_formula, dy, *saved, ctx.options)
+            found = _gradients(_formula, dy, *saved, ctx.options)
         except Exception as error:
             reason = failure(error)
             if reason is not None:
