@@ -133,8 +133,7 @@ def check(devices: list[torch.device], seed: int, report: str | None) -> int:
 
 
 def check_device(device: torch.device, all_cases: list[Case], seed: int, rows: list[dict]) -> int:
-    refused = why_not_native(device)
-    print(f"\n{describe(device)}: {'native' if refused is None else f'eager ({refused})'}")
+    print(f"\n{describe(device)}: {serving(device)}")
     widths = (24, 5, 13, 10, 14, 14, 14, 14, 8)
     print_row(widths, "case", "dtype", "layout", "activation", *OUTPUTS, "ok")
     status = 0
@@ -180,14 +179,22 @@ def info() -> int:
         print(f"  built for torch {build.get('torch')}, CUDA {build.get('cuda') or 'none'} ({architectures})")
     print(f"  {'loaded' if native.reason is None else f'not loaded: {native.reason}'}")
     print(f"threads: {torch.get_num_threads()}")
+    for rung in rungs.ladder.values():
+        print(f"rung {rung.name}: {rung.state()}")
+    print(f"rung {rungs.EAGER}: on")
     for device in all_devices():
-        refused = why_not_native(device)
-        print(f"{describe(device)}: rung {rungs.NATIVE if refused is None else f'{rungs.EAGER}: {refused}'}")
+        print(f"{describe(device)}: rung {serving(device)}")
     return 0
 
 
-def why_not_native(device: torch.device) -> str | None:
-    return rungs.native.reason or _native.why_not_on(rungs.native, device)
+def serving(device: torch.device) -> str:
+    """The first rung that serves a device, and why not the native one."""
+    native, compiled = rungs.ladder.values()
+    refused = native.off or native.failure or _native.why_not_on(rungs.native, device)
+    if refused is None:
+        return rungs.NATIVE
+    first = rungs.COMPILED if compiled.off is None and compiled.failure is None else rungs.EAGER
+    return f"{first} ({refused})"
 
 
 def describe(device: torch.device) -> str:

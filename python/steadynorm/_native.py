@@ -12,8 +12,33 @@ from typing import Any
 
 import torch
 
+from .latch import sentence
+
 LIBRARY = "libsteadynorm_torch.so"
 BUILD_INFO = "build_info.json"
+
+# CUDA's names for: this kernel can't be loaded or launched here.
+LAUNCH_ERRORS = frozenset(
+    f"cudaError{name}"
+    for name in (
+        "CooperativeLaunchTooLarge",
+        "FunctionNotLoaded",
+        "InsufficientDriver",
+        "InvalidClusterSize",
+        "InvalidConfiguration",
+        "InvalidKernelImage",
+        "InvalidPtx",
+        "InvalidResourceHandle",
+        "InvalidValue",
+        "JitCompilationDisabled",
+        "JitCompilerNotFound",
+        "LaunchOutOfResources",
+        "NotSupported",
+        "SharedObjectInitFailed",
+        "SharedObjectSymbolNotFound",
+        "SymbolNotFound",
+    )
+)
 
 
 @dataclass
@@ -71,6 +96,26 @@ def why_not_on(native: Native, device: torch.device) -> str | None:
             f"(sm_{capability[0]}{capability[1]}), it was built for {', '.join(architectures)}"
         )
     return None
+
+
+def failure(error: Exception) -> str | None:
+    """What an error of the operator says about this build on this device; None: nothing.
+
+    The library's own NotImplementedError, and its RuntimeError "group_norm: ... failed with cudaError..."
+    where the launch of a kernel was refused. Out of memory, an error that some earlier kernel left on the
+    device, and whatever a hook raises are not in the list.
+    """
+    if not isinstance(error, RuntimeError) or not str(error).startswith("group_norm: "):
+        return None
+    device_error = re.match(r".* failed with (\w+): ", str(error))
+    refused = device_error is not None and device_error[1] in LAUNCH_ERRORS
+    return sentence(error) if refused or isinstance(error, NotImplementedError) else None
+
+
+def declines(error: Exception) -> bool:
+    """Whether an error says no more than: the operator has no kernel for this kind of tensor."""
+    no_kernel = isinstance(error, (NotImplementedError, TypeError))
+    return no_kernel and re.search(r"\bsteadynorm(::|\.)group_norm", str(error)) is not None
 
 
 def runs_on(architecture: str, capability: tuple[int, int]) -> bool:

@@ -3,7 +3,9 @@ import pytest
 import torch
 
 from helpers import use_rung
-from steadynorm import rungs
+from steadynorm import compiled, rungs
+
+KINDS = {}  # what the compiled rung has compiled: its time is most of these tests'
 
 
 @pytest.fixture(params=[rungs.NATIVE, rungs.EAGER])
@@ -28,3 +30,14 @@ def set_threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def ladder(monkeypatch: pytest.MonkeyPatch):
+    """Every rung on, Dynamo without Inductor; every change to the ladder is undone."""
+    use_rung(rungs.NATIVE, monkeypatch)
+    monkeypatch.setattr(compiled.rung, "off", None)
+    monkeypatch.setattr(compiled, "_kinds", KINDS)
+    monkeypatch.setattr(compiled, "MAX_KINDS", 10**6)
+    monkeypatch.setattr(rungs, "_refused", {})
+    return monkeypatch
