@@ -167,17 +167,21 @@ Tensor compose_moments(const Arguments& a) {
   const Tensor mean = x.mean(groups.within(), true);
   const Tensor centred = x - mean;
   const Tensor m2 = (centred * centred).sum(groups.within());
-  std::int64_t L = 1;
-  for (const std::int64_t dim : groups.within()) L *= x.size(dim);
-  return at::stack({at::full_like(m2, static_cast<double>(L)), mean.view_as(m2), m2}, 2).contiguous();
+  SymInt L = 1;
+  for (const std::int64_t dim : groups.within()) L *= x.sym_size(dim);
+  return at::stack({at::full_like(m2, L), mean.view_as(m2), m2}, 2).contiguous();
 }
 
 Tensor compose_apply(const Arguments& a, const Tensor& moments, Tensor* statistics) {
   const Groups groups(a);
   const Tensor mean = moments.select(2, 1);
   const Tensor rstd = (moments.select(2, 2) / moments.select(2, 0) + a.eps).rsqrt();
+  if (statistics) {
+    const at::ScalarType dtype = accumulate_dtype(a.input);
+    const Tensor hi = mean.to(dtype);
+    *statistics = at::stack({hi, (mean - hi).to(dtype), rstd.to(dtype)});
+  }
   const Tensor three = at::stack({mean, at::zeros_like(mean), rstd});
-  if (statistics) *statistics = three;
   return output(groups, normalise(groups, groups.split(a.input), three).xhat, a);
 }
 
