@@ -41,8 +41,10 @@ class Groups {
 
   Tensor join(const Tensor& t) const { return t.reshape_symint(input_.sym_sizes()); }
 
-  Tensor row(const Tensor& parameter) const {  // [C] or [N, C]
-    return parameter.to(kComposed).reshape_symint(shape(parameter.dim() == 2 ? N_ : SymInt(1), D_));
+  // Of [C] or [N, C]. Once for each call: the gradients of two casts would be added in the parameter's dtype.
+  Tensor row(const OptionalTensor& parameter) const {
+    if (!present(parameter)) return {};
+    return parameter->to(kComposed).reshape_symint(shape(parameter->dim() == 2 ? N_ : SymInt(1), D_));
   }
 
   Tensor value(const Tensor& per_group) const {  // [N, G]
@@ -84,11 +86,9 @@ Normalised normalise(const Groups& groups, const Tensor& x, const Tensor& statis
   return {((x - groups.value(statistics.select(0, 0))) - groups.value(statistics.select(0, 1))) * rstd, rstd};
 }
 
-Tensor affine(const Groups& groups, const Tensor& xhat, const Arguments& a) {
-  Tensor z = xhat;
-  if (present(a.weight)) z = z * groups.row(*a.weight);
-  if (present(a.bias)) z = z + groups.row(*a.bias);
-  return z;
+Tensor affine(const Tensor& xhat, const Tensor& weight, const Tensor& bias) {
+  const Tensor scaled = weight.defined() ? xhat * weight : xhat;
+  return bias.defined() ? scaled + bias : scaled;
 }
 
 Tensor activate(const Tensor& z, Activation activation) {
@@ -126,7 +126,8 @@ Tensor activate_backward(const Tensor& dy, const Tensor& z, Activation activatio
 }
 
 Tensor output(const Groups& groups, const Tensor& xhat, const Arguments& a) {
-  const Tensor y = activate(affine(groups, xhat, a), activation_from(std::string(a.activation)));
+  const Tensor z = affine(xhat, groups.row(a.weight), groups.row(a.bias));
+  const Tensor y = activate(z, activation_from(std::string(a.activation)));
   return groups.join(y).to(output_dtype(a));
 }
 
@@ -146,14 +147,16 @@ Gradients compose_backward(const Arguments& a, const Tensor& grad_output, const 
   const Tensor x = groups.split(a.input);
   const auto [xhat, rstd] =
       statistics.defined() ? normalise(groups, x, statistics) : normalise(groups, x, a.eps);
+  const Tensor weight = groups.row(a.weight);
   Tensor dz = groups.split(grad_output);
-  if (activation != Activation::none) dz = activate_backward(dz, affine(groups, xhat, a), activation);
+  if (activation != Activation::none)
+    dz = activate_backward(dz, affine(xhat, weight, groups.row(a.bias)), activation);
 
   Tensor dx, dweight, dbias;
   if (wanted[1] && present(a.weight)) dweight = groups.row_gradient(dz * xhat, *a.weight);
   if (wanted[2] && present(a.bias)) dbias = groups.row_gradient(dz, *a.bias);
   if (wanted[0]) {
-    const Tensor dxhat = present(a.weight) ? dz * groups.row(*a.weight) : dz;
+    const Tensor dxhat = weight.defined() ? dz * weight : dz;
     const Tensor mean = dxhat.mean(groups.within(), true);
     const Tensor slope = (dxhat * xhat).mean(groups.within(), true);
     dx = groups.join(rstd * ((dxhat - mean) - xhat * slope)).to(a.input.scalar_type());
