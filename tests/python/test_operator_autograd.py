@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
@@ -269,6 +270,27 @@ def test_compiled_autograd(backend):
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend, fullgraph=True)):
         y.square().sum().backward()
     assert all(torch.equal(t.grad, g) for t, g in zip(s.tensors(), plain, strict=True))
+
+
+class Cut(torch.autograd.Function):
+    """Lets no gradient through."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return y * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
+@pytest.mark.parametrize("f", (group_norm, F.group_norm))
+@pytest.mark.parametrize("create_graph", (False, True))
+def test_no_gradient_of_y_gives_none_of_the_arguments(f, create_graph):
+    s = sample((2, 6, 4), 3).requires_grad()
+    y = Cut.apply(f(s.x, s.groups, s.weight, s.bias)).sum()
+    y.backward(create_graph=create_graph)
+    assert [t.grad for t in s.tensors()] == [None, None, None]
 
 
 def test_expanded_gradient_of_a_sum():
