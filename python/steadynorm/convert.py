@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from . import fusion, instance_norm, rungs
@@ -22,6 +21,7 @@ OURS = {
     nn.InstanceNorm3d: instance_norm.InstanceNorm3d,
 }
 STOCK = {ours: stock for stock, ours in OURS.items()}
+LAZY = (nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d)
 
 
 def convert_group_norm(model: nn.Module, fuse_activations: bool = True, *, back: bool = False) -> nn.Module:
@@ -173,7 +173,7 @@ def find_sites(model: nn.Module) -> list[Site]:
 def _is_norm(module: nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule):
         return module.original_name in {cls.__name__ for cls in OURS}
-    return isinstance(module, tuple(OURS))
+    return isinstance(module, (*OURS, *LAZY))
 
 
 def _activation(module: nn.Module) -> str:
@@ -185,7 +185,7 @@ def _why_left_alone(module: nn.Module) -> str | None:
     cls = type(module)
     if isinstance(module, torch.jit.ScriptModule):
         return "it is compiled by torch.jit: convert before"
-    if isinstance(module, LazyModuleMixin):
+    if isinstance(module, LAZY):
         return "it is lazy: run a batch before"
     if parametrize.is_parametrized(module) or any(
         getattr(module, name, None) is not None and module._parameters.get(name) is None
