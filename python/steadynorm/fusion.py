@@ -100,12 +100,19 @@ def _all(norms: list[nn.Module], reason: str) -> Answers:
 
 def _in_sequential(parent: nn.Module, norms: list[nn.Module]) -> Answers:
     answers = _all(norms, "nothing follows in its Sequential")
-    children = list(parent._modules.items())
+    children = [item for item in parent._modules.items() if not _passes_through(item[1])]
     for (_, norm), (place, module) in pairwise(children):
         if id(norm) in answers:
             name, reason = activation_name(module)
             answers[id(norm)] = Fusion(name, module, parent, (place,), (norm,)) if name else reason
     return answers
+
+
+def _passes_through(module: nn.Module) -> bool:
+    """Whether a module's output is its input, as of the Dropout(0) that MONAI puts before activations."""
+    dropouts = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+    nothing = type(module) is nn.Identity or (type(module) in dropouts and module.p == 0)
+    return nothing and "forward" not in vars(module) and not has_hooks(module)
 
 
 # --- Known blocks -----------------------------------------------------------------------------------------

@@ -234,6 +234,11 @@ def overridden(norm: nn.Module) -> nn.Module:
     return norm
 
 
+def hooked(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda module, args, output: 2 * output)
+    return module
+
+
 def parametrized(norm: nn.Module) -> nn.Module:
     parametrize.register_parametrization(norm, "weight", nn.Softplus())
     return norm
@@ -316,6 +321,13 @@ def test_an_activation_that_works_in_place_is_fused():
     assert_computes_the_same(model, nn.Sequential(nn.GroupNorm(1, 3), nn.ReLU()), IMAGE)
 
 
+def test_what_does_nothing_may_stand_between(rung):
+    model = filled(nn.Sequential(nn.GroupNorm(1, 3), nn.Dropout3d(0.0), nn.Identity(), nn.SiLU()))
+    stock = copy.deepcopy(model)
+    assert notes(convert_group_norm(model)) == {"0": "silu"}
+    assert_computes_the_same(model, stock, IMAGE)
+
+
 def test_a_shared_activation_stays_where_no_norm_precedes_it():
     relu = nn.ReLU()
     model = filled(
@@ -345,7 +357,9 @@ class OwnReLU(nn.ReLU):
         (nn.Sequential(nn.GroupNorm(1, 3), nn.ReLU6()), "ReLU6 follows"),
         (nn.Sequential(nn.GroupNorm(1, 3), nn.LeakyReLU()), "LeakyReLU follows"),
         (nn.Sequential(nn.GroupNorm(1, 3), OwnReLU()), "OwnReLU follows"),
-        (nn.Sequential(nn.GroupNorm(1, 3), nn.Dropout(0.0), nn.ReLU()), "Dropout follows"),
+        (nn.Sequential(nn.GroupNorm(1, 3), nn.Dropout(0.1), nn.ReLU()).eval(), "Dropout follows"),
+        (nn.Sequential(nn.GroupNorm(1, 3), overridden(nn.Identity()), nn.ReLU()), "Identity follows"),
+        (nn.Sequential(nn.GroupNorm(1, 3), hooked(nn.Identity()), nn.ReLU()), "Identity follows"),
         (nn.Sequential(nn.ReLU(), nn.GroupNorm(1, 3)), "nothing follows in its Sequential"),
         (nn.Sequential(nn.Sequential(nn.GroupNorm(1, 3)), nn.ReLU()), "nothing follows in its Sequential"),
         (
