@@ -92,7 +92,8 @@ def report(model: nn.Module) -> Report:
     """A printable table of a model's norms: what serves each, and which activation is fused or why none is.
 
     In a `with` statement it also notes what each norm's last call inside it saw: input shape, dtype (and the
-    output's where it differs) and rung. Calls in compiled code are not noted.
+    output's where it differs) and rung ("stock" for stock's own forward, "unknown" for any other). Calls in
+    compiled code are not noted.
 
     Args:
         model (torch.nn.Module): converted or not; it isn't changed.
@@ -321,9 +322,20 @@ def _watcher(row: Row) -> Any:
     def watch(module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> None:
         if torch.compiler.is_compiling():
             return
-        input = args[0] if args else kwargs["input"]
-        dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in (input, output))
-        row.shape, row.dtype = tuple(input.shape), " -> ".join(dtypes)
-        row.rung = rungs.last_rung() if type(module) in STOCK else "stock"
+        tensors = [t for t in (*args, *kwargs.values(), output) if isinstance(t, torch.Tensor)]
+        if not tensors:
+            return
+        dtypes = dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in (tensors[0], tensors[-1]))
+        row.shape, row.dtype, row.rung = tuple(tensors[0].shape), " -> ".join(dtypes), _rung(module)
 
     return watch
+
+
+def _rung(module: nn.Module) -> str | None:
+    """What served a norm's last call."""
+    if "forward" not in vars(module):
+        if type(module) in STOCK:
+            return rungs.last_rung()
+        if type(module).forward in (cls.forward for cls in OURS):
+            return "stock"
+    return "unknown"

@@ -141,7 +141,8 @@ def _in_known_block(parent: nn.Module, norms: list[nn.Module], known: KnownBlock
 # --- torch.fx ---------------------------------------------------------------------------------------------
 
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
-_STORES = {"STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_DEREF", "DELETE_ATTR", "DELETE_SUBSCR"}
+_CHANGES = {"STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_DEREF", "DELETE_ATTR", "DELETE_SUBSCR"}
+_HIDING = {"setattr", "delattr", "exec", "eval"}
 
 
 class _Tracer(fx.Tracer):
@@ -232,16 +233,22 @@ def _why_not_one_path(parent: nn.Module) -> str | None:
     for instruction in dis.get_instructions(code):
         if instruction.opcode in _JUMPS:
             return f"{where} branches, so that its trace is no proof"
-        if instruction.opname in _STORES:
+        if instruction.opname in _CHANGES:
             return f"{where} changes an object, so that it is not traced"
-    for name in code.co_names:
-        for value in (
+        if instruction.opname == "IMPORT_NAME":
+            return f"{where} imports, so that its trace is no proof"
+    values = dict(
+        zip(code.co_freevars, (cell.cell_contents for cell in forward.__closure__ or ()), strict=True)
+    )
+    for name in sorted(_names(code) - {"__class__"}):  # super() needs that one
+        found = (
+            values.get(name),
             vars(parent).get(name),
             inspect.getattr_static(cls, name, None),
             forward.__globals__.get(name),
-        ):
-            if not _is_transparent(value):
-                return f"{where} uses {name}, which torch.fx does not see into"
+        )
+        if name in _HIDING or not all(map(_is_transparent, found)):
+            return f"{where} uses {name}, which torch.fx does not see into"
     return None
 
 
@@ -266,7 +273,11 @@ def _own_functions(cls: type) -> Iterable[tuple[str, Any]]:
 
 def _names(code: CodeType) -> set[str]:
     """Every name that a function looks up, or spells in a string, those of functions inside it too."""
-    names = {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
+    names = {
+        *code.co_names,
+        *code.co_freevars,
+        *(constant for constant in code.co_consts if isinstance(constant, str)),
+    }
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             names |= _names(constant)

@@ -187,6 +187,20 @@ def scripted(norm: nn.Module) -> nn.Module:
 PARAMETRISED = "it is parametrised: its weight or bias is no plain parameter"
 
 
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("compiler", [torch.jit.script, lambda m: torch.jit.trace(m, IMAGE)])
+def test_a_script_module_is_left_alone(compiler, back):
+    with pytest.warns(DeprecationWarning):
+        model = compiler(network())
+    assert convert_group_norm(model, back=back) is model
+    reason = "left alone: it is compiled by torch.jit: convert before"
+    assert notes(model) == {"1": reason, "4": reason}
+    with steadynorm.report(model) as seen:
+        model(IMAGE)
+    assert seen.rows[0].shape is None
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [

@@ -2,7 +2,6 @@
 """convert_group_norm: which activations are fused, by which proof, and why others are not."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 import steadynorm
 from convert_helpers import IMAGE, assert_computes_the_same, filled, hooked, notes, overridden
-from steadynorm import convert_group_norm, fusion
+from steadynorm import convert_group_norm
 
 ACTIVATIONS = {
     "relu": nn.ReLU,
@@ -281,6 +280,35 @@ class WithLambda(Block):
         return (lambda h: self.act(h))(self.norm(x))
 
 
+class Importing(Block):
+    def forward(self, x):
+        from math import exp
+
+        return self.act(self.norm(x)) * exp(0)
+
+
+class Setting(Block):
+    def forward(self, x):
+        setattr(self, "last", x)  # noqa: B010
+        return self.act(self.norm(x))
+
+
+class Reflecting(Block):
+    def forward(self, x):
+        return getattr(self, "branch")(self.act(self.norm(x)))  # noqa: B009
+
+    def branch(self, x):
+        return x if self.training else 2 * x
+
+
+def closing(function):
+    class Closing(Block):
+        def forward(self, x):
+            return function(self.act(self.norm(x)))
+
+    return Closing
+
+
 class Untraceable(Block):
     def forward(self, x):
         return self.act(self.norm(x)) * len(x.shape)
@@ -317,6 +345,10 @@ class OfAChild(Block):
         (Storing, "Storing.forward changes an object, so that it is not traced"),
         (Collecting, "Collecting.forward uses seen, which torch.fx does not see into"),
         (WithLambda, "WithLambda.forward defines a function, so that its trace is no proof"),
+        (Importing, "Importing.forward imports, so that its trace is no proof"),
+        (Setting, "Setting.forward uses setattr, which torch.fx does not see into"),
+        (Reflecting, "Reflecting.forward uses branch, which torch.fx does not see into"),
+        (closing(helper), "Closing.forward uses function, which torch.fx does not see into"),
         (Untraceable, "torch.fx can't trace Untraceable.forward: RuntimeError"),
         (Uncalled, "Uncalled.forward does not call it"),
         (OfAChild, "the SiLU that follows is not a child of OfAChild"),
@@ -328,6 +360,7 @@ def test_what_is_not_fused_by_tracing(cls, reason):
     assert notes(model)["norm"] == f"none: {reason}"
     assert type(model.act) is nn.SiLU
     assert model.seen == []
+    assert "last" not in vars(model)
     for training in (True, False):
         assert_computes_the_same(model.train(training), stock.train(training), IMAGE)
 
@@ -341,84 +374,3 @@ def test_tracing_leaves_buffers_alone():
     model = convert_group_norm(Counting())
     assert model.count == 0
     assert notes(model)["norm"] == "silu"
-
-
-# --- What is fused in known blocks ----------------------------------------------------------------------
-
-
-class TimeBlock(nn.Module):
-    """Has the forward of a residual block of a diffusion model: one activation for norms and embedding."""
-
-    def __init__(self, skip_time_act=False, time_embedding_norm="default", embeds=True):
-        super().__init__()
-        self.norm1, self.norm2 = nn.GroupNorm(1, 3), nn.GroupNorm(3, 3)
-        self.nonlinearity = nn.SiLU()
-        self.time_emb_proj = nn.Linear(5, 3) if embeds else None
-        self.skip_time_act, self.time_embedding_norm = skip_time_act, time_embedding_norm
-
-    def forward(self, x, temb=None):
-        x = self.nonlinearity(self.norm1(x))
-        if self.time_emb_proj is not None:
-            temb = temb if self.skip_time_act else self.nonlinearity(temb)
-            x = x + self.time_emb_proj(temb)[:, :, None, None]
-        x = self.norm2(x)
-        if self.time_embedding_norm == "scale_shift":
-            x = x * 3
-        return self.nonlinearity(x)
-
-
-class WithEmbedding(nn.Module):
-    def __init__(self, by_name, **options):
-        super().__init__()
-        self.block, self.by_name = TimeBlock(**options), by_name
-        self.embedding = nn.Parameter(torch.empty(2, 5))
-
-    def forward(self, x):
-        return self.block(x, temb=self.embedding) if self.by_name else self.block(x, self.embedding)
-
-
-@pytest.fixture
-def known(monkeypatch):
-    name = f"{TimeBlock.__module__}.{TimeBlock.__qualname__}"
-    resnet = fusion.KNOWN_BLOCKS["diffusers.models.resnet.ResnetBlock2D"]
-    monkeypatch.setitem(fusion.KNOWN_BLOCKS, name, resnet)
-
-
-@pytest.mark.parametrize("by_name", [False, True])
-@pytest.mark.parametrize("options", [{}, {"skip_time_act": True}, {"embeds": False}])
-def test_a_known_block_keeps_its_activation_of_the_embedding(known, by_name, options):
-    model, stock = (filled(WithEmbedding(by_name, **options)) for _ in range(2))
-    if "embeds" in options:
-        model.embedding.requires_grad_(False), stock.embedding.requires_grad_(False)
-    convert_group_norm(model)
-    assert notes(model) == {"block.norm1": "silu", "block.norm2": "silu"}
-    assert type(model.block.nonlinearity) is nn.Identity
-    assert len(model.block._forward_pre_hooks) == (not options)
-    for converted in (model, pickle.loads(pickle.dumps(model))):
-        assert_computes_the_same(converted, stock, IMAGE)
-        convert_group_norm(converted, back=True)
-        assert type(converted.block.nonlinearity) is nn.SiLU
-        assert not converted.block._forward_pre_hooks
-        assert not converted.block._forward_pre_hooks_with_kwargs
-        assert_computes_the_same(converted, stock, IMAGE)
-
-
-def test_a_known_block_that_scales_before_its_activation_is_not_fused(known):
-    model = convert_group_norm(filled(WithEmbedding(False, time_embedding_norm="scale_shift")))
-    reason = "none: a scale and shift stand between norm2 and the activation they share"
-    assert notes(model) == {"block.norm1": reason, "block.norm2": reason}
-    assert_computes_the_same(model, filled(WithEmbedding(False, time_embedding_norm="scale_shift")), IMAGE)
-
-
-def test_a_known_block_is_fused_whole_or_not_at_all(known):
-    model, stock = (filled(WithEmbedding(False)) for _ in range(2))
-    model.block.norm2.register_forward_hook(lambda *_: None)
-    convert_group_norm(model)
-    assert notes(model)["block.norm1"] == "none: norm2 shares the activation and can't have it fused"
-    assert_computes_the_same(model, stock, IMAGE)
-
-
-def test_a_known_blocks_other_activations_stay(known):
-    model = WithEmbedding(False)
-    model.block.nonlinearity = nn.Mish()
-    assert set(notes(convert_group_norm(model)).values()) == {"none: Mish follows"}

@@ -23,10 +23,10 @@ def test_the_report_is_a_table(native):
     with steadynorm.report(model) as seen:
         model[3](model[1](model[0](IMAGE).bfloat16()).float())
     assert repr(seen).splitlines() == [
-        "site  module      shape         dtype     rung    activation",
-        "1     GroupNorm   [2, 8, 7, 6]  bfloat16  native  silu",
-        "3     OwnForward  [2, 8, 7, 6]  float32   stock   left alone: its class OwnForward defines forward",
-        "4.x   GroupNorm   not seen                        not converted",
+        "site  module      shape         dtype     rung     activation",
+        "1     GroupNorm   [2, 8, 7, 6]  bfloat16  native   silu",
+        "3     OwnForward  [2, 8, 7, 6]  float32   unknown  left alone: its class OwnForward defines forward",
+        "4.x   GroupNorm   not seen                         not converted",
     ]
     row = seen.rows[0]
     assert (row.site, row.module, row.note) == ("1", "GroupNorm", "silu")
@@ -38,11 +38,25 @@ def test_the_report_tells_the_rung_and_a_changed_dtype(rung):
     with steadynorm.report(norm) as seen:
         norm(input=IMAGE)
     assert seen.rows[0].rung == rung
-    stock = nn.GroupNorm(1, 3).to(torch.float64)
-    stock.forward = lambda x: x.double()
-    with steadynorm.report(stock) as seen:
-        stock(IMAGE)
-    assert (seen.rows[0].rung, seen.rows[0].dtype) == ("stock", "float32 -> float64")
+    norm.forward = lambda *, x: x.double()
+    with steadynorm.report(norm) as seen:
+        norm(x=IMAGE)
+    assert (seen.rows[0].rung, seen.rows[0].dtype) == ("unknown", "float32 -> float64")
+
+
+def test_the_report_tells_stock():
+    norm = nn.InstanceNorm2d(3, track_running_stats=True)
+    with steadynorm.report(norm) as seen:
+        norm(IMAGE)
+    assert seen.rows[0].rung == "stock"
+
+
+def test_the_report_bears_a_forward_without_tensors():
+    norm = nn.GroupNorm(1, 3)
+    norm.forward = lambda: (1, 2)
+    with steadynorm.report(norm) as seen:
+        assert norm() == (1, 2)
+    assert seen.rows[0].shape is None
 
 
 def test_the_report_leaves_no_hook_behind():
