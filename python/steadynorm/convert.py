@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from . import fusion, instance_norm, rungs
 from .fusion import Fusion
@@ -188,7 +187,7 @@ def _why_left_alone(module: nn.Module) -> str | None:
         return "it is compiled by torch.jit: convert before"
     if isinstance(module, LAZY):
         return "it is lazy: run a batch before"
-    if parametrize.is_parametrized(module) or any(
+    if any(
         getattr(module, name, None) is not None and module._parameters.get(name) is None
         for name in ("weight", "bias")
     ):

@@ -190,6 +190,18 @@ def test_one_activation_under_two_names_is_fused_under_both():
     assert_computes_the_same(model, stock, IMAGE)
 
 
+def test_a_norm_that_has_an_activation_gets_no_second_one():
+    model = filled(Residual())
+    model.norm = filled(steadynorm.GroupNorm(1, 3, activation="gelu"))
+    stock = copy.deepcopy(model)
+    convert_group_norm(model)
+    assert notes(model) == {
+        "norm": "gelu",
+        "norm2": "none: Residual.forward applies act to something else too",
+    }
+    assert_computes_the_same(model, stock, IMAGE)
+
+
 def test_a_graph_module_is_converted():
     model = convert_group_norm(torch.fx.symbolic_trace(filled(Residual())))
     assert notes(model) == {"norm": "silu", "norm2": "silu"}

@@ -16,7 +16,7 @@ class TimeBlock(nn.Module):
 
     def __init__(self, skip_time_act=False, time_embedding_norm="default", embeds=True):
         super().__init__()
-        self.norm1, self.norm2 = nn.GroupNorm(1, 3), nn.GroupNorm(3, 3)
+        self.norm1, self.norm2 = nn.GroupNorm(3, 3), nn.GroupNorm(1, 3)  # G = C would cancel the embedding
         self.nonlinearity = nn.SiLU()
         self.time_emb_proj = nn.Linear(5, 3) if embeds else None
         self.skip_time_act, self.time_embedding_norm = skip_time_act, time_embedding_norm
