@@ -44,11 +44,14 @@ def test_the_report_tells_the_rung_and_a_changed_dtype(rung):
     assert (seen.rows[0].rung, seen.rows[0].dtype) == ("unknown", "float32 -> float64")
 
 
-def test_the_report_tells_stock():
+def test_the_report_tells_stock_and_names_the_model_itself():
     norm = nn.InstanceNorm2d(3, track_running_stats=True)
     with steadynorm.report(norm) as seen:
         norm(IMAGE)
-    assert seen.rows[0].rung == "stock"
+    assert repr(seen).splitlines() == [
+        "site     module          shape         dtype    rung   activation",
+        "(model)  InstanceNorm2d  [2, 3, 9, 8]  float32  stock  left alone: it keeps running statistics",
+    ]
 
 
 def test_the_report_bears_a_forward_without_tensors():
