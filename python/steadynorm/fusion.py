@@ -211,7 +211,9 @@ def _fuse_traced(
     if not places:
         return _all(norms, f"the {type(activation).__name__} that follows is not a child of {cls.__name__}")
     fused = {node for norm in norms for node in calls[id(norm)]}
-    if any(len(node.args) != 1 or node.kwargs or node.args[0] not in fused for node in calls[id(activation)]):
+    if any(
+        not node.all_input_nodes or node.all_input_nodes[0] not in fused for node in calls[id(activation)]
+    ):
         return _all(norms, f"{cls.__name__}.forward applies {places[0]} to something else too")
     named = {*places, *(place for place, child in parent._modules.items() if any(child is n for n in norms))}
     for method, function in _own_functions(cls):
@@ -261,10 +263,8 @@ def _is_transparent(value: Any) -> bool:
 
 
 def _own_functions(cls: type) -> Iterable[tuple[str, Any]]:
-    """The functions of a class and of its bases below nn.Module, properties' getters among them."""
+    """The functions of a class and of its bases, properties' getters among them."""
     for base in cls.__mro__:
-        if base.__module__.split(".")[0] == "torch":
-            continue
         for name, value in vars(base).items():
             function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
             if inspect.isfunction(function):

@@ -157,9 +157,15 @@ class CalledTwice(Block):
         return self.act(self.norm(self.act(self.norm(x))))
 
 
+class ByName(Block):
+    def forward(self, x):
+        return self.act(input=self.norm(input=x))
+
+
 @pytest.mark.parametrize(
     ("cls", "fused"),
     [
+        (ByName, {"norm": "silu"}),
         (Residual, {"norm": "silu", "norm2": "silu"}),
         (InOneSequence, {"norm": "silu", "norm2": "gelu"}),
         (CalledTwice, {"norm": "silu"}),
@@ -241,6 +247,11 @@ class OnSomethingElse(Block):
         return self.act(self.norm(x)) + self.act(x)
 
 
+class OnAConstant(Block):
+    def forward(self, x):
+        return self.act(self.norm(x)) + self.act(torch.ones(1))
+
+
 class Different(Block):
     def forward(self, x):
         return self.act(self.norm(x)) + self.act2(self.norm(x))
@@ -252,17 +263,30 @@ class OneOfTwo(Block):
         return self.act(self.norm(x)) + self.act(h) + h
 
 
-class OtherMethod(Block):
+class Plain(Block):
     def forward(self, x):
         return self.act(self.norm(x))
 
+
+class OtherMethod(Plain):
     def activate(self, x):
         return self.act(x)
 
 
-class NamedInAString(OtherMethod):
+class NamedInAString(Plain):
     def activate(self, x):
         return getattr(self, "act")(x)  # noqa: B009
+
+
+class OfAProperty(Plain):
+    @property
+    def activate(self):
+        return self.act
+
+
+class OfAClosure(Plain):
+    def activate(self, x):
+        return [(lambda h: self.act(h))(row) for row in x]
 
 
 class Helped(Block):
@@ -348,10 +372,13 @@ class OfAChild(Block):
         (Returned, "Returned.forward returns it"),
         (Functional, "silu follows, which is no module"),
         (OnSomethingElse, "OnSomethingElse.forward applies act to something else too"),
+        (OnAConstant, "OnAConstant.forward applies act to something else too"),
         (Different, "different modules follow its calls"),
         (OneOfTwo, "OneOfTwo.forward applies act to something else too"),
         (OtherMethod, "OtherMethod.activate may use it too"),
         (NamedInAString, "NamedInAString.activate may use it too"),
+        (OfAProperty, "OfAProperty.activate may use it too"),
+        (OfAClosure, "OfAClosure.activate may use it too"),
         (Helped, "Helped.forward uses helper, which torch.fx does not see into"),
         (Inherited, "Inherited.forward uses forward, which torch.fx does not see into"),
         (Storing, "Storing.forward changes an object, so that it is not traced"),
