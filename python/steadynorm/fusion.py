@@ -211,9 +211,7 @@ def _fuse_traced(
     if not places:
         return _all(norms, f"the {type(activation).__name__} that follows is not a child of {cls.__name__}")
     fused = {node for norm in norms for node in calls[id(norm)]}
-    if any(
-        not node.all_input_nodes or node.all_input_nodes[0] not in fused for node in calls[id(activation)]
-    ):
+    if any(node not in fused for call in calls[id(activation)] for node in call.all_input_nodes):
         return _all(norms, f"{cls.__name__}.forward applies {places[0]} to something else too")
     named = {*places, *(place for place, child in parent._modules.items() if any(child is n for n in norms))}
     for method, function in _own_functions(cls):
