@@ -169,7 +169,7 @@ def test_a_converted_model_computes_the_same(name):
     unfused = [row for row in seen.rows if row.note.startswith("none")]
     fused = len(seen.rows) - len(unfused) - len(left_alone)
     assert (fused, len(unfused), len(left_alone)) == counts
-    assert {row.rung for row in seen.rows} == ({"stock"} if left_alone else {"native"})
+    assert {row.rung for row in seen.rows} == ({"unknown"} if left_alone else {"native"})
 
     assert_computes_the_same(model, stock, normal(*shape), call)
     convert_group_norm(model, back=True)
