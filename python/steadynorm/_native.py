@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from . import batching
 from .latch import sentence
 
 LIBRARY = "libsteadynorm_torch.so"
@@ -76,6 +77,7 @@ def load(search_path: Iterable[str]) -> Native:
             cause = error.__cause__ or error  # the dynamic linker's own words
             native.reason = f"{LIBRARY} can't be loaded: {type(cause).__name__}: {cause}"
         else:
+            batching.register()
             native.operator = torch.ops.steadynorm.group_norm.default
     return native
 

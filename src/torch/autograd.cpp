@@ -138,9 +138,6 @@ Tensor group_norm(const Tensor& input, std::int64_t num_groups, const OptionalTe
 // inference mode too.
 TORCH_LIBRARY_IMPL(steadynorm, CompositeImplicitAutograd, library) { library.impl("group_norm", group_norm); }
 
-// PyTorch decomposes composites of its own under vmap; another's needs the registration.
-TORCH_LIBRARY_IMPL(steadynorm, FuncTorchBatched, library) { library.impl("group_norm", group_norm); }
-
 // The inner operators have no gradient. Without these torch would only warn in backward, and torch.func would
 // return zeros.
 TORCH_LIBRARY_IMPL(steadynorm, Autograd, library) {

@@ -6,6 +6,7 @@ import torch
 from torch.func import functional_call, grad, hessian, jvp, stack_module_state, vjp, vmap
 
 import steadynorm
+from helpers import assert_same_bits, layout_of
 from operator_samples import ACTIVATIONS, apply, backward, forward, group_norm, sample, stats, stock
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
@@ -68,12 +69,19 @@ def test_vmap_is_the_call_of_each_example(no_loop, size, x_dim, weight_dim, bias
 
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("out_dtype", (None, torch.float32))
-def test_vmap_rounds_once_and_keeps_dtypes(no_loop, dtype, out_dtype):
-    x, w = sample((3, 2, 8, 5), 2, dtype=dtype).x, sample((3, 8, 1), dtype=torch.float32).x[..., 0]
-    got = vmap(lambda x, w: group_norm(x, 2, w, None, 1e-5, "none", out_dtype), (0, None))(x, w[0])
-    exact = stock(x.double().flatten(0, 1), 2, w[0].double()).unflatten(0, (3, 2))
-    assert got.dtype == (out_dtype or dtype)
-    rounded_from(got, exact)
+def test_vmap_has_the_kernels_bits_dtypes_and_memory_format(no_loop, dtype, out_dtype):
+    x = sample((6, 8, 4, 5), dtype=dtype, last=True).x.unflatten(0, (3, 2))
+    w = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+
+    def call(x, w):
+        return group_norm(x, 2, w, None, 1e-5, "silu", out_dtype)
+
+    for dims, arguments in {(0, None): (x, w[0]), (None, 0): (x[0], w), (0, 0): (x, w)}.items():
+        got = vmap(call, dims)(*arguments)
+        for i in range(3):
+            one = [t if d is None else t[i] for t, d in zip(arguments, dims, strict=True)]
+            assert_same_bits(got[i], call(*one), f"{dims}, call {i}: ")
+            assert layout_of(got[i]) == "channels_last"
 
 
 def test_vmap_of_vmap(no_loop):
@@ -146,6 +154,13 @@ def test_autograd_goes_through_vmap(no_loop):
     assert torch.autograd.gradcheck(mapped, (x, w))
     assert torch.autograd.gradgradcheck(mapped, (x, w))
 
+    def energy(x, w):
+        return mapped(x, w).pow(3).sum()
+
+    expected = torch.autograd.grad(energy(x, w), (x, w))
+    for ours, right in zip(grad(energy, (0, 1))(x.detach(), w.detach()), expected, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-12)
+
 
 def test_vmap_says_what_is_wrong_with_an_example(no_loop):
     with pytest.raises(
@@ -153,7 +168,9 @@ def test_vmap_says_what_is_wrong_with_an_example(no_loop):
     ):
         vmap(lambda x, w: group_norm(x, 2, w))(torch.randn(5, 2, 4, 6), torch.randn(5, 3, 4))
     with pytest.raises(ValueError, match=r"^Expected more than 1 value per channel"):
-        vmap(lambda x: group_norm(x, 4))(torch.randn(5, 1, 4))
+        vmap(lambda x: group_norm(x, 4))(torch.randn(5, 1, 4))  # 5 samples, folded
+    with pytest.raises(ValueError, match=r"^group_norm: weight must have shape .*, got \[8\]"):
+        vmap(lambda x, w: group_norm(x, 2, w), (0, None))(torch.randn(0, 2, 4, 6), torch.randn(8))
 
 
 def test_ensemble_of_modules_trains_as_its_members(no_loop):
