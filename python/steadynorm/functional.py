@@ -6,6 +6,7 @@ from __future__ import annotations
 import enum
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from . import eager, rungs
 
@@ -81,6 +82,18 @@ def group_norm(
         tensor([[[0., 1.],
                  [0., 1.]]], dtype=torch.bfloat16)
     """
+    if has_torch_function_variadic(input, weight, bias):
+        # What is no tensor but acts as one, such as a torch.fx proxy. Subclasses of Tensor meet the operator.
+        proxies = [t for t in (input, weight, bias) if t is not None and not isinstance(t, torch.Tensor)]
+        if proxies:
+            options = {
+                "weight": weight,
+                "bias": bias,
+                "eps": eps,
+                "activation": activation,
+                "out_dtype": out_dtype,
+            }
+            return handle_torch_function(group_norm, proxies, input, num_groups, **options)
     if not isinstance(input, torch.Tensor):
         eager.check_input(input)
     if isinstance(num_groups, bool):  # the operator would take it for 0 or 1

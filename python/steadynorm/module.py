@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from . import eager, rungs
+from .functional import group_norm
 
 
 class GroupNorm(nn.GroupNorm):
@@ -69,11 +70,10 @@ class GroupNorm(nn.GroupNorm):
         self.activation = activation
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not isinstance(input, torch.Tensor):
-            eager.check_input(input)
-        return rungs.serve(
-            self, input, self.num_groups, self.weight, self.bias, self.eps, self.activation, None
-        )
+        arguments = (self.num_groups, self.weight, self.bias, self.eps)
+        if not isinstance(input, torch.Tensor):  # a torch.fx proxy, or an error
+            return group_norm(input, *arguments, activation=self.activation, out_dtype=None)
+        return rungs.serve(self, input, *arguments, self.activation, None)
 
     def __getstate__(self) -> dict[str, Any]:
         # What served it here says nothing about where a copy will run.

@@ -157,6 +157,37 @@ def test_compiled_calls_are_not_recorded(rung):
     assert steadynorm.last_rung() is None
 
 
+class Traced(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, 8, 3), GroupNorm(4, 8, activation="silu")
+
+    def forward(self, x):
+        x = self.norm(self.convolution(x))
+        return group_norm(x, 2, self.norm.weight, activation="relu") + group_norm(
+            x, 4, out_dtype=torch.float32
+        )
+
+
+def test_fx_traces_module_and_function_as_one_node_each(rung):
+    model = Traced()
+    filled(model.norm)
+    traced = torch.fx.symbolic_trace(model)
+    assert [n.target for n in traced.graph.nodes if n.op == "call_function"].count(group_norm) == 3
+    x = normal(2, 3, 9, 8)
+    for copied in (traced, pickle.loads(pickle.dumps(traced))):
+        assert torch.equal(copied(x), model(x))
+    low = x.bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(traced(low), model(low))
+
+
+def test_fx_traces_the_function_on_a_proxy_of_a_parameter(rung):
+    x, weight = normal(2, 6, 4), normal(6, seed=1)
+    traced = torch.fx.symbolic_trace(lambda weight: group_norm(x, 3, weight))
+    assert torch.equal(traced(weight), group_norm(x, 3, weight))
+
+
 def test_meta_tensors_have_shape_dtype_and_format(rung):
     x = laid_out(torch.empty(2, 8, 5, 3, device="meta", dtype=torch.bfloat16), "channels_last")
     y = GroupNorm(4, 8, device="meta")(x)
