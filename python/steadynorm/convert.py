@@ -51,7 +51,8 @@ def convert_group_norm(model: nn.Module, fuse_activations: bool = True, *, back:
     Raises:
         ValueError: `model` is no module.
 
-    Convert before `torch.jit.script`; before or after `torch.compile`, DDP, moving and loading.
+    Convert before or after `torch.compile`, DDP, moving and loading, and before `torch.jit.trace`.
+    `torch.jit.script` refuses a converted model.
 
     Example:
         >>> import torch, steadynorm
@@ -184,7 +185,7 @@ def _why_left_alone(module: nn.Module) -> str | None:
     """Why a norm can't be ours; None: it can, or is."""
     cls = type(module)
     if isinstance(module, torch.jit.ScriptModule):
-        return "it is compiled by torch.jit: convert before"
+        return "it is compiled by torch.jit"
     if isinstance(module, LAZY):
         return "it is lazy: run a batch before"
     if any(

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import steadynorm
-from convert_helpers import IMAGE, OwnForward, assert_computes_the_same, filled, network, notes, overridden
-from helpers import laid_out, layout_of, normal
+from convert_helpers import IMAGE, OwnForward, assert_computes_the_same, network, notes, overridden
+from helpers import filled, laid_out, layout_of, normal
 from steadynorm import convert, convert_group_norm
 
 NORMS = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
@@ -194,7 +194,7 @@ def test_a_script_module_is_left_alone(compiler, back):
     with pytest.warns(DeprecationWarning):
         model = compiler(network())
     assert convert_group_norm(model, back=back) is model
-    reason = "left alone: it is compiled by torch.jit: convert before"
+    reason = "left alone: it is compiled by torch.jit"
     assert notes(model) == {"1": reason, "4": reason}
     with steadynorm.report(model) as seen:
         model(IMAGE)
@@ -211,7 +211,7 @@ def test_a_script_module_is_left_alone(compiler, back):
         (lambda: prune.random_unstructured(nn.GroupNorm(1, 3), "bias", 1), PARAMETRISED),
         (lambda: nn.InstanceNorm2d(3, track_running_stats=True), "it keeps running statistics"),
         (lambda: nn.LazyInstanceNorm2d(affine=True), "it is lazy: run a batch before"),
-        (lambda: scripted(nn.GroupNorm(1, 3)), "it is compiled by torch.jit: convert before"),
+        (lambda: scripted(nn.GroupNorm(1, 3)), "it is compiled by torch.jit"),
     ],
 )
 @pytest.mark.parametrize("back", [False, True])
