@@ -328,6 +328,22 @@ def test_a_subclass_that_only_stock_serves(ladder, unknown):
     assert not any(rung.failure for rung in rungs.ladder.values())
 
 
+def test_a_subclass_whose_torch_function_only_knows_stock(ladder):
+    class Stock(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, arguments=(), options=None):
+            if "steadynorm" in f"{function} {getattr(function, '__module__', '')}":
+                return NotImplemented
+            return super().__torch_function__(function, types, arguments, options or {})
+
+    x = normal(2, 6, 4)
+    for call in (lambda x: group_norm(x, 3), GroupNorm(3, 6, affine=False)):
+        y = call(x.as_subclass(Stock))
+        assert steadynorm.last_rung() == rungs.EAGER
+        assert type(y) is Stock
+        assert torch.equal(y.as_subclass(torch.Tensor), F.group_norm(x, 3))
+
+
 @pytest.mark.parametrize("unknown", [NotImplemented, NotImplementedError])
 def test_a_subclass_that_no_rung_serves_raises_what_stock_raises(ladder, unknown):
     class Unknown(Wrapped):
