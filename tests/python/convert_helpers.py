@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import steadynorm
-from helpers import normal
+from helpers import filled, normal
 
 IMAGE = normal(2, 3, 9, 8)
 
@@ -28,13 +28,6 @@ def overridden(norm: nn.Module) -> nn.Module:
 def hooked(module: nn.Module) -> nn.Module:
     module.register_forward_hook(lambda module, args, output: 2 * output)
     return module
-
-
-def filled(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(normal(*parameter.shape, seed=number + 5) / 3)
-    return model
 
 
 def results(model: nn.Module, call: Callable, x: torch.Tensor) -> dict[str, torch.Tensor]:

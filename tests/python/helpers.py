@@ -9,12 +9,20 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import steadynorm
 from steadynorm import accuracy, compiled, rungs
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
+ACTIVATIONS = {
+    "none": lambda z: z,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+}
 LAYOUTS = ("contiguous", "channels_last")
 OUTPUTS = ("y", "dx", "dweight", "dbias")
 RUNGS = (rungs.NATIVE, rungs.COMPILED, rungs.EAGER)
@@ -64,6 +72,14 @@ def warnings_of(caught: Iterable[warnings.WarningMessage]) -> list[str]:
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def filled(model: nn.Module) -> nn.Module:
+    """The same values of order one third in every parameter of a kind of model."""
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(normal(*parameter.shape, seed=number + 5) / 3)
+    return model
 
 
 def channels_last(x: torch.Tensor) -> torch.Tensor:

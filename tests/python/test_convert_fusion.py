@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import steadynorm
-from convert_helpers import IMAGE, assert_computes_the_same, filled, hooked, notes, overridden
+from convert_helpers import IMAGE, assert_computes_the_same, hooked, notes, overridden
+from helpers import filled
 from steadynorm import convert_group_norm
 
 ACTIVATIONS = {

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from convert_helpers import IMAGE, assert_computes_the_same, filled, notes
+from convert_helpers import IMAGE, assert_computes_the_same, notes
+from helpers import filled
 from steadynorm import convert_group_norm, fusion
 
 

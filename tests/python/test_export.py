@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import steadynorm
-from helpers import LAYOUTS, laid_out, layout_of, normal, use_rung
+from helpers import laid_out, layout_of, normal, use_rung
 from steadynorm import rungs
 
 BATCH = {0: torch.export.Dim("batch", min=1, max=64)}
@@ -37,18 +37,21 @@ def network(layout="contiguous"):
     return model.to(memory_format=torch.channels_last) if layout == "channels_last" else model
 
 
-def exported(model, layout="contiguous"):
-    return torch.export.export(model, (laid_out(normal(2, 3, 8, 7), layout),), dynamic_shapes=(BATCH,))
+def exported(model, layout="contiguous", **options):
+    # 5 leaves a height of 1 after the second convolution, for which PyTorch makes a program of its own.
+    sizes = BATCH | {2: torch.export.Dim("height", min=6, max=64)}
+    x = laid_out(normal(2, 3, 8, 7), layout)
+    return torch.export.export(model, (x,), dynamic_shapes=(sizes,), **options)
 
 
 def operators(program):
     return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_export_keeps_the_operator_through_a_file(native, layout):
+@pytest.mark.parametrize(("layout", "strict"), [("contiguous", False), ("channels_last", True)])
+def test_export_keeps_the_operator_through_a_file(native, layout, strict):
     model = network(layout)
-    program = exported(model, layout)
+    program = exported(model, layout, strict=strict)
     assert operators(program) == [
         "aten.conv2d.default",
         "steadynorm.group_norm.default",
@@ -58,12 +61,14 @@ def test_export_keeps_the_operator_through_a_file(native, layout):
     torch.export.save(program, file)
     file.seek(0)
     loaded = torch.export.load(file)
-    for size in (1, 2, 5):
-        x = laid_out(normal(size, 3, 8, 7, seed=size), layout)
-        y = loaded.module()(x)
-        assert torch.equal(y, model(x))
-        assert layout_of(y) == layout
-    assert "steadynorm.group_norm_forward.default" in operators(loaded.run_decompositions())
+    lowered = loaded.run_decompositions()
+    assert "steadynorm.group_norm_forward.default" in operators(lowered)
+    for size, height in ((1, 8), (2, 9), (5, 6)):
+        x = laid_out(normal(size, 3, height, 7, seed=size), layout)
+        for found in (loaded, lowered):
+            y = found.module()(x)
+            assert torch.equal(y, model(x))
+            assert layout_of(y) == layout
 
 
 def test_export_without_the_native_rung_has_pytorchs_operators_alone(monkeypatch):
