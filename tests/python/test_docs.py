@@ -18,6 +18,7 @@ def blocks():
             yield pytest.param(page, line, match[1], id=f"{page.name}:{line + 1}")
 
 
+@pytest.mark.usefixtures("ladder")  # a block may turn rungs off
 @pytest.mark.parametrize(("page", "line", "code"), list(blocks()))
 def test_a_block_of_the_docs_runs(page, line, code):
     # Blank lines before it, so that a traceback names the line of the page.
