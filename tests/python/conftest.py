@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from helpers import use_rung
+from helpers import RUNGS, use_rung
 from steadynorm import compiled, rungs
 
 KINDS = {}  # what the compiled rung has compiled: its time is most of these tests'
@@ -41,3 +41,11 @@ def ladder(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiled, "MAX_KINDS", 10**6)
     monkeypatch.setattr(rungs, "_refused", {})
     return monkeypatch
+
+
+@pytest.fixture(params=RUNGS[:-1])
+def failing(ladder: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> tuple[str, str]:
+    """The rung that is to fail, and the one below it; those above are off."""
+    if request.param == rungs.COMPILED:
+        rungs.native_rung.off = "turned off by a test"
+    return request.param, RUNGS[RUNGS.index(request.param) + 1]

@@ -10,7 +10,6 @@ import steadynorm
 from helpers import RUNGS, broken, laid_out, normal, use_rung
 from steadynorm import GroupNorm, group_norm, rungs
 
-CAN_FAIL = (rungs.NATIVE, rungs.COMPILED)
 MODES = pytest.mark.parametrize("reentrant", [False, True])
 
 
@@ -49,13 +48,6 @@ def step(block: nn.Module, autocast: bool = False) -> list[torch.Tensor]:
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = block(x)
     return gradients(block, x, y)
-
-
-@pytest.fixture(params=CAN_FAIL)
-def failing(ladder, request):
-    if request.param == rungs.COMPILED:
-        steadynorm.set_rung(rungs.NATIVE, False)
-    return request.param, RUNGS[RUNGS.index(request.param) + 1]
 
 
 @pytest.mark.parametrize("autocast", [False, True])

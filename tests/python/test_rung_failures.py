@@ -31,14 +31,6 @@ CAN_FAIL = {
 }
 
 
-@pytest.fixture(params=CAN_FAIL)
-def failing(ladder, request):
-    """The rung that is to fail, and the one below it; those above are off."""
-    if request.param == rungs.COMPILED:
-        steadynorm.set_rung(rungs.NATIVE, False)
-    return request.param, RUNGS[RUNGS.index(request.param) + 1]
-
-
 def data(dtype=torch.bfloat16):
     return laid_out(normal(2, 6, 5, 4, dtype=dtype), "channels_last")
 
