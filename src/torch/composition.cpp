@@ -2,8 +2,6 @@
 #include "torch/composition.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 namespace steadynorm::binding {
 
@@ -11,12 +9,8 @@ namespace {
 
 using Sizes = c10::SmallVector<SymInt, 6>;
 
-// Autocast would choose dtypes inside; the operator's are fixed by its arguments.
-struct WithoutAutocast {
-  c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
-};
-
 // Double whatever the input: fp32 squares of 1e20 overflow, and derivatives of rsqrt of tiny variances do.
+// Autocast leaves double alone, so that the operator's dtypes are those of its arguments.
 constexpr at::ScalarType kComposed = at::kDouble;
 
 // Tensors as [N, G, D, *]. Splitting C is a view in both memory formats, and pointwise operators keep the
@@ -134,14 +128,12 @@ Tensor output(const Groups& groups, const Tensor& xhat, const Arguments& a) {
 }  // namespace
 
 Tensor compose(const Arguments& a) {
-  const WithoutAutocast plain;
   const Groups groups(a);
   return output(groups, normalise(groups, groups.split(a.input), a.eps).xhat, a);
 }
 
 Gradients compose_backward(const Arguments& a, const Tensor& grad_output, const Tensor& statistics,
                            const OutputMask& wanted) {
-  const WithoutAutocast plain;
   const Groups groups(a);
   const Activation activation = activation_from(std::string(a.activation));
   const Tensor x = groups.split(a.input);
