@@ -293,6 +293,15 @@ def test_instance_norms_errors_are_stocks(shape, sentence):
             norm(torch.zeros(shape))
 
 
+def test_instance_norm_is_converted_in_a_traced_model():
+    stock = torch.fx.symbolic_trace(
+        filled(nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4), nn.ReLU()))
+    )
+    model = convert_group_norm(copy.deepcopy(stock))
+    assert notes(model) == {"1": "relu"}
+    assert_computes_the_same(model, stock, IMAGE)
+
+
 def test_instance_norm_is_restored():
     model = nn.Sequential(nn.InstanceNorm1d(3, momentum=0.3), nn.GELU("tanh"))
     before = [(type(m), repr(m), list(vars(m))) for m in model.modules()]
