@@ -8,9 +8,10 @@
 from importlib import metadata as _metadata
 
 from . import rungs as _rungs
+from .convert import convert_group_norm, report
 from .functional import MATCH_STOCK_DTYPE, group_norm
 from .module import GroupNorm
-from .rungs import last_rung
+from .rungs import last_rung, set_rung
 
 _rungs.start(__path__)
 
@@ -19,4 +20,13 @@ try:
 except _metadata.PackageNotFoundError:  # used from a source tree
     __version__ = str(_rungs.native.build.get("version", "0+unknown"))
 
-__all__ = ["MATCH_STOCK_DTYPE", "GroupNorm", "__version__", "group_norm", "last_rung"]
+__all__ = [
+    "MATCH_STOCK_DTYPE",
+    "GroupNorm",
+    "__version__",
+    "convert_group_norm",
+    "group_norm",
+    "last_rung",
+    "report",
+    "set_rung",
+]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import platform
@@ -109,8 +110,9 @@ def check(devices: list[torch.device], seed: int, report: str | None) -> int:
     print("its bound. rounding: how many bf16 and fp16 results are not the fp32 result rounded.")
     start = time.perf_counter()
     try:
-        for device in devices:
-            status |= check_device(device, all_cases, seed, rows)
+        with without_compiling():
+            for device in devices:
+                status |= check_device(device, all_cases, seed, rows)
     except KeyboardInterrupt:
         status = 130
     bad = sum(not row["ok"] for row in rows)
@@ -132,9 +134,20 @@ def check(devices: list[torch.device], seed: int, report: str | None) -> int:
     return status
 
 
+@contextlib.contextmanager
+def without_compiling() -> Iterator[None]:
+    """What the native rung does not serve is eager's: nearly every case would be compiled for itself."""
+    compiled = rungs.ladder[rungs.COMPILED]
+    before = compiled.off
+    compiled.turn(False, by="check")
+    try:
+        yield
+    finally:
+        compiled.off = before
+
+
 def check_device(device: torch.device, all_cases: list[Case], seed: int, rows: list[dict]) -> int:
-    refused = why_not_native(device)
-    print(f"\n{describe(device)}: {'native' if refused is None else f'eager ({refused})'}")
+    print(f"\n{describe(device)}: {serving(device)}")
     widths = (24, 5, 13, 10, 14, 14, 14, 14, 8)
     print_row(widths, "case", "dtype", "layout", "activation", *OUTPUTS, "ok")
     status = 0
@@ -180,14 +193,22 @@ def info() -> int:
         print(f"  built for torch {build.get('torch')}, CUDA {build.get('cuda') or 'none'} ({architectures})")
     print(f"  {'loaded' if native.reason is None else f'not loaded: {native.reason}'}")
     print(f"threads: {torch.get_num_threads()}")
+    for rung in rungs.ladder.values():
+        print(f"rung {rung.name}: {rung.state()}")
+    print(f"rung {rungs.EAGER}: on")
     for device in all_devices():
-        refused = why_not_native(device)
-        print(f"{describe(device)}: rung {rungs.NATIVE if refused is None else f'{rungs.EAGER}: {refused}'}")
+        print(f"{describe(device)}: rung {serving(device)}")
     return 0
 
 
-def why_not_native(device: torch.device) -> str | None:
-    return rungs.native.reason or _native.why_not_on(rungs.native, device)
+def serving(device: torch.device) -> str:
+    """The first rung that serves a device, and why not the native one."""
+    native, compiled = rungs.ladder.values()
+    refused = native.off or native.failure or _native.why_not_on(rungs.native, device)
+    if refused is None:
+        return rungs.NATIVE
+    first = rungs.COMPILED if compiled.off is None and compiled.failure is None else rungs.EAGER
+    return f"{first} ({refused})"
 
 
 def describe(device: torch.device) -> str:

@@ -12,8 +12,34 @@ from typing import Any
 
 import torch
 
+from . import batching
+from .latch import sentence
+
 LIBRARY = "libsteadynorm_torch.so"
 BUILD_INFO = "build_info.json"
+
+# CUDA's names for: this kernel can't be loaded or launched here.
+LAUNCH_ERRORS = frozenset(
+    f"cudaError{name}"
+    for name in (
+        "CooperativeLaunchTooLarge",
+        "FunctionNotLoaded",
+        "InsufficientDriver",
+        "InvalidClusterSize",
+        "InvalidConfiguration",
+        "InvalidKernelImage",
+        "InvalidPtx",
+        "InvalidResourceHandle",
+        "InvalidValue",
+        "JitCompilationDisabled",
+        "JitCompilerNotFound",
+        "LaunchOutOfResources",
+        "NotSupported",
+        "SharedObjectInitFailed",
+        "SharedObjectSymbolNotFound",
+        "SymbolNotFound",
+    )
+)
 
 
 @dataclass
@@ -51,6 +77,7 @@ def load(search_path: Iterable[str]) -> Native:
             cause = error.__cause__ or error  # the dynamic linker's own words
             native.reason = f"{LIBRARY} can't be loaded: {type(cause).__name__}: {cause}"
         else:
+            batching.register()
             native.operator = torch.ops.steadynorm.group_norm.default
     return native
 
@@ -71,6 +98,27 @@ def why_not_on(native: Native, device: torch.device) -> str | None:
             f"(sm_{capability[0]}{capability[1]}), it was built for {', '.join(architectures)}"
         )
     return None
+
+
+def failure(error: Exception) -> str | None:
+    """What an error of the operator says about this build on this device; None: nothing.
+
+    The library's own NotImplementedError, and its RuntimeError "group_norm: ... failed with cudaError..."
+    where the launch of a kernel was refused. Out of memory, an error that some earlier kernel left on the
+    device, and whatever a hook raises are not in the list.
+    """
+    if not isinstance(error, RuntimeError) or not str(error).startswith("group_norm: "):
+        return None
+    device_error = re.match(r".* failed with (\w+): ", str(error))
+    refused = device_error is not None and device_error[1] in LAUNCH_ERRORS
+    return sentence(error) if refused or isinstance(error, NotImplementedError) else None
+
+
+def declines(error: Exception) -> bool:
+    """Whether an error says no more than: the operator has no kernel for this kind of tensor."""
+    no_kernel = isinstance(error, (NotImplementedError, TypeError))
+    # Of a __torch_function__ that knows it not, torch 2.11 says "torch.opssteadynorm.group_norm".
+    return no_kernel and re.search(r"steadynorm(::|\.)group_norm", str(error)) is not None
 
 
 def runs_on(architecture: str, capability: tuple[int, int]) -> bool:

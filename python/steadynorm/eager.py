@@ -33,14 +33,25 @@ def group_norm(
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
     check(input, num_groups, weight, bias, eps, activation, out_dtype)
-    out_dtype = out_dtype or input.dtype
     format = memory_format(input)
-    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
-
     x = input
     if x.requires_grad and format != torch.contiguous_format:
         x = _GradientInFormat.apply(x, format)
-    x = x.to(dtype).contiguous(memory_format=format)
+    return formula(x, weight, bias, num_groups, eps, activation, out_dtype or input.dtype, format)
+
+
+def formula(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    num_groups: int,
+    eps: float,
+    activation: str,
+    out_dtype: torch.dtype,
+    format: torch.memory_format,
+) -> torch.Tensor:
+    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    x = input.to(dtype).contiguous(memory_format=format)
     w = None if weight is None else weight.to(dtype)
     b = None if bias is None else bias.to(dtype)
     if (w is None or w.dim() == 1) and (b is None or b.dim() == 1):
@@ -81,12 +92,12 @@ def check(
     activation: str,
     out_dtype: torch.dtype | None,
 ) -> None:
-    """The operator's own checks, in its order and words."""
+    """The operator's own checks, in its order and words, and those of the types that it takes."""
+    check_input(input)
     if input.dim() < 2:
         _reject(f"input must have at least 2 dimensions, got {input.dim()}")
     N, C = input.shape[:2]
-    if num_groups <= 0:
-        _reject(f"groups must be positive, got G={num_groups}")
+    check_groups(num_groups)
     if C % num_groups != 0:
         _reject(f"channels must be divisible by groups, got C={C}, G={num_groups}")
     if input.numel() == num_groups:
@@ -101,6 +112,8 @@ def check(
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:
             continue
+        if not isinstance(parameter, torch.Tensor):
+            _reject(f"{name} must be a Tensor or None, got {type(parameter).__name__}")
         shared = parameter.dim() == 1 and parameter.size(0) == C
         if not shared and not (parameter.dim() == 2 and parameter.size(0) == N and parameter.size(1) == C):
             sizes = list(parameter.shape)
@@ -111,8 +124,7 @@ def check(
     check_activation(activation)
     if out_dtype is not None:
         _check_dtype("out_dtype", out_dtype)
-    if not 0 <= eps < math.inf:
-        _reject(f"eps must be finite and not negative, got eps={eps:g}")
+    check_eps(eps)
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and parameter.dtype == torch.float64 != input.dtype:
             _reject(f"a float64 {name} needs a float64 input, got input {_name(input.dtype)}")
@@ -123,9 +135,33 @@ def _check_dtype(name: str, dtype: torch.dtype) -> None:
         _reject(f"{name} must be float32, bfloat16, float16 or float64, got {_name(dtype)}")
 
 
+def check_input(input: torch.Tensor) -> None:
+    if not isinstance(input, torch.Tensor):
+        _reject(f"input must be a Tensor, got {type(input).__name__}")
+    if input.is_nested:
+        _reject("input must be a dense tensor, got a nested one")
+    if input.layout is not torch.strided:
+        _reject(f"input must be a dense tensor, got layout {_name(input.layout)}")
+
+
+def check_groups(num_groups: int) -> None:
+    integer = isinstance(num_groups, (int, torch.SymInt)) or hasattr(num_groups, "__index__")
+    if not integer or isinstance(num_groups, bool):
+        _reject(f"num_groups must be an int, got {num_groups!r}")
+    if num_groups <= 0:
+        _reject(f"groups must be positive, got G={num_groups}")
+
+
+def check_eps(eps: float) -> None:
+    if not isinstance(eps, (float, int, torch.SymFloat)) and not hasattr(eps, "__float__"):
+        _reject(f"eps must be a number, got {eps!r}")
+    if not 0 <= eps < math.inf:
+        _reject(f"eps must be finite and not negative, got eps={eps:g}")
+
+
 def check_activation(name: str) -> None:
-    if name not in ACTIVATIONS:
-        _reject(f"activation must be one of {', '.join(ACTIVATIONS)}, got '{name}'")
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        _reject(f"activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
 
 
 class _GradientInFormat(torch.autograd.Function):
@@ -146,7 +182,7 @@ class _GradientInFormat(torch.autograd.Function):
         return grad.contiguous(memory_format=ctx.format), None
 
 
-def _name(dtype: torch.dtype) -> str:
+def _name(dtype: torch.dtype | torch.layout) -> str:
     return str(dtype).removeprefix("torch.")
 
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import enum
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from . import rungs
+from . import eager, rungs
 
 
 class _OutDtype(enum.Enum):
@@ -81,11 +82,28 @@ def group_norm(
         tensor([[[0., 1.],
                  [0., 1.]]], dtype=torch.bfloat16)
     """
+    if has_torch_function_variadic(input, weight, bias):
+        # What is no tensor but acts as one, such as a torch.fx proxy. Subclasses of Tensor meet the operator.
+        proxies = [t for t in (input, weight, bias) if t is not None and not isinstance(t, torch.Tensor)]
+        if proxies:
+            options = {
+                "weight": weight,
+                "bias": bias,
+                "eps": eps,
+                "activation": activation,
+                "out_dtype": out_dtype,
+            }
+            return handle_torch_function(group_norm, proxies, input, num_groups, **options)
+    if not isinstance(input, torch.Tensor):
+        eager.check_input(input)
+    if isinstance(num_groups, bool):  # the operator would take it for 0 or 1
+        eager.check_groups(num_groups)
     if out_dtype is MATCH_STOCK_DTYPE:
         out_dtype = _stock_dtype(input)
     elif out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype.is_floating_point):
         raise ValueError(f"group_norm: out_dtype must be a floating dtype or None, got {out_dtype!r}")
-    return rungs.serve(input, num_groups, weight, bias, eps, activation or "none", out_dtype)
+    activation = "none" if activation is None else activation
+    return rungs.serve(None, input, num_groups, weight, bias, eps, activation, out_dtype)
 
 
 def _stock_dtype(input: torch.Tensor) -> torch.dtype | None:

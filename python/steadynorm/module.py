@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from . import eager, rungs
+from .functional import group_norm
 
 
 class GroupNorm(nn.GroupNorm):
@@ -29,8 +32,8 @@ class GroupNorm(nn.GroupNorm):
     memory format when that is contiguous, channels_last or channels_last_3d, else contiguous.
 
     Raises:
-        ValueError: in the constructor for groups that don't divide the channels and for an unknown
-            activation; in a call for an input that doesn't fit, before any work.
+        ValueError: in the constructor for groups that don't divide the channels, an eps that is no number or
+            negative, and an unknown activation; in a call for an input that doesn't fit, before any work.
 
     Determinism and accuracy are those of `steadynorm.group_norm`.
 
@@ -46,6 +49,7 @@ class GroupNorm(nn.GroupNorm):
     """
 
     activation = "none"  # objects pickled before the attribute existed have none of their own
+    _served_by: tuple[str, ...] = ()  # the rungs that have served it in this process, the last one last
 
     def __init__(
         self,
@@ -58,14 +62,22 @@ class GroupNorm(nn.GroupNorm):
         *,
         activation: str | None = None,
     ) -> None:
-        if num_groups <= 0:
-            raise ValueError(f"group_norm: groups must be positive, got G={num_groups}")
+        activation = "none" if activation is None else activation
+        eager.check_groups(num_groups)
+        eager.check_eps(eps)
+        eager.check_activation(activation)
         super().__init__(num_groups, num_channels, eps, affine, device, dtype)
-        self.activation = activation or "none"
-        eager.check_activation(self.activation)
+        self.activation = activation
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return rungs.serve(input, self.num_groups, self.weight, self.bias, self.eps, self.activation, None)
+        arguments = (self.num_groups, self.weight, self.bias, self.eps)
+        if not isinstance(input, torch.Tensor):  # a torch.fx proxy, or an error
+            return group_norm(input, *arguments, activation=self.activation, out_dtype=None)
+        return rungs.serve(self, input, *arguments, self.activation, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What served it here says nothing about where a copy will run.
+        return {name: value for name, value in self.__dict__.items() if name != "_served_by"}
 
     def extra_repr(self) -> str:
         stock = super().extra_repr()

@@ -44,11 +44,14 @@ bool stands_in(const OptionalTensor& weight, const OptionalTensor& bias) {
 struct GroupNormFunction : torch::autograd::Function<GroupNormFunction> {
   static constexpr bool is_traceable = true;
 
+  static constexpr std::size_t kArguments = 7;  // of forward
+
   enum BiasFrom : std::int64_t { absent, saved, weight_stands_in };
 
   static Tensor forward(AutogradContext* context, const Tensor& input, const OptionalTensor& weight,
                         const OptionalTensor& bias, const SymInt& channels_per_group, double eps,
                         std::string_view activation, OptionalDType out_dtype) {
+    context->set_materialize_grads(false);
     const at::AutoDispatchBelowADInplaceOrView below;
     auto [y, statistics] =
         forward_operator().call(input, weight, bias, channels_per_group, eps, activation, out_dtype);
@@ -67,6 +70,7 @@ struct GroupNormFunction : torch::autograd::Function<GroupNormFunction> {
   }
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
+    if (!grads[0].defined()) return variable_list(kArguments);  // nothing flowed back
     const variable_list kept = context->get_saved_variables();
     const Tensor &input = kept[0], &statistics = kept[1];
     const auto optional = [](const Tensor& tensor) {
@@ -97,7 +101,9 @@ struct GroupNormFunction : torch::autograd::Function<GroupNormFunction> {
       std::tie(dx, dweight, dbias) = backward_operator().call(grads[0], input, statistics, weight, bias,
                                                               channels_per_group, name, wanted);
     }
-    return {dx, dweight, dbias, Tensor(), Tensor(), Tensor(), Tensor()};  // one for each argument of forward
+    variable_list result{dx, dweight, dbias};
+    result.resize(kArguments);
+    return result;
   }
 };
 

@@ -2,8 +2,6 @@
 #include "torch/composition.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 namespace steadynorm::binding {
 
@@ -11,12 +9,8 @@ namespace {
 
 using Sizes = c10::SmallVector<SymInt, 6>;
 
-// Autocast would choose dtypes inside; the operator's are fixed by its arguments.
-struct WithoutAutocast {
-  c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
-};
-
 // Double whatever the input: fp32 squares of 1e20 overflow, and derivatives of rsqrt of tiny variances do.
+// Autocast leaves double alone, so that the operator's dtypes are those of its arguments.
 constexpr at::ScalarType kComposed = at::kDouble;
 
 // Tensors as [N, G, D, *]. Splitting C is a view in both memory formats, and pointwise operators keep the
@@ -41,8 +35,10 @@ class Groups {
 
   Tensor join(const Tensor& t) const { return t.reshape_symint(input_.sym_sizes()); }
 
-  Tensor row(const Tensor& parameter) const {  // [C] or [N, C]
-    return parameter.to(kComposed).reshape_symint(shape(parameter.dim() == 2 ? N_ : SymInt(1), D_));
+  // Of [C] or [N, C]. Once for each call: the gradients of two casts would be added in the parameter's dtype.
+  Tensor row(const OptionalTensor& parameter) const {
+    if (!present(parameter)) return {};
+    return parameter->to(kComposed).reshape_symint(shape(parameter->dim() == 2 ? N_ : SymInt(1), D_));
   }
 
   Tensor value(const Tensor& per_group) const {  // [N, G]
@@ -84,11 +80,9 @@ Normalised normalise(const Groups& groups, const Tensor& x, const Tensor& statis
   return {((x - groups.value(statistics.select(0, 0))) - groups.value(statistics.select(0, 1))) * rstd, rstd};
 }
 
-Tensor affine(const Groups& groups, const Tensor& xhat, const Arguments& a) {
-  Tensor z = xhat;
-  if (present(a.weight)) z = z * groups.row(*a.weight);
-  if (present(a.bias)) z = z + groups.row(*a.bias);
-  return z;
+Tensor affine(const Tensor& xhat, const Tensor& weight, const Tensor& bias) {
+  const Tensor scaled = weight.defined() ? xhat * weight : xhat;
+  return bias.defined() ? scaled + bias : scaled;
 }
 
 Tensor activate(const Tensor& z, Activation activation) {
@@ -126,34 +120,35 @@ Tensor activate_backward(const Tensor& dy, const Tensor& z, Activation activatio
 }
 
 Tensor output(const Groups& groups, const Tensor& xhat, const Arguments& a) {
-  const Tensor y = activate(affine(groups, xhat, a), activation_from(std::string(a.activation)));
+  const Tensor z = affine(xhat, groups.row(a.weight), groups.row(a.bias));
+  const Tensor y = activate(z, activation_from(std::string(a.activation)));
   return groups.join(y).to(output_dtype(a));
 }
 
 }  // namespace
 
 Tensor compose(const Arguments& a) {
-  const WithoutAutocast plain;
   const Groups groups(a);
   return output(groups, normalise(groups, groups.split(a.input), a.eps).xhat, a);
 }
 
 Gradients compose_backward(const Arguments& a, const Tensor& grad_output, const Tensor& statistics,
                            const OutputMask& wanted) {
-  const WithoutAutocast plain;
   const Groups groups(a);
   const Activation activation = activation_from(std::string(a.activation));
   const Tensor x = groups.split(a.input);
   const auto [xhat, rstd] =
       statistics.defined() ? normalise(groups, x, statistics) : normalise(groups, x, a.eps);
+  const Tensor weight = groups.row(a.weight);
   Tensor dz = groups.split(grad_output);
-  if (activation != Activation::none) dz = activate_backward(dz, affine(groups, xhat, a), activation);
+  if (activation != Activation::none)
+    dz = activate_backward(dz, affine(xhat, weight, groups.row(a.bias)), activation);
 
   Tensor dx, dweight, dbias;
   if (wanted[1] && present(a.weight)) dweight = groups.row_gradient(dz * xhat, *a.weight);
   if (wanted[2] && present(a.bias)) dbias = groups.row_gradient(dz, *a.bias);
   if (wanted[0]) {
-    const Tensor dxhat = present(a.weight) ? dz * groups.row(*a.weight) : dz;
+    const Tensor dxhat = weight.defined() ? dz * weight : dz;
     const Tensor mean = dxhat.mean(groups.within(), true);
     const Tensor slope = (dxhat * xhat).mean(groups.within(), true);
     dx = groups.join(rstd * ((dxhat - mean) - xhat * slope)).to(a.input.scalar_type());
@@ -167,17 +162,21 @@ Tensor compose_moments(const Arguments& a) {
   const Tensor mean = x.mean(groups.within(), true);
   const Tensor centred = x - mean;
   const Tensor m2 = (centred * centred).sum(groups.within());
-  std::int64_t L = 1;
-  for (const std::int64_t dim : groups.within()) L *= x.size(dim);
-  return at::stack({at::full_like(m2, static_cast<double>(L)), mean.view_as(m2), m2}, 2).contiguous();
+  SymInt L = 1;
+  for (const std::int64_t dim : groups.within()) L *= x.sym_size(dim);
+  return at::stack({at::full_like(m2, L), mean.view_as(m2), m2}, 2).contiguous();
 }
 
 Tensor compose_apply(const Arguments& a, const Tensor& moments, Tensor* statistics) {
   const Groups groups(a);
   const Tensor mean = moments.select(2, 1);
   const Tensor rstd = (moments.select(2, 2) / moments.select(2, 0) + a.eps).rsqrt();
+  if (statistics) {
+    const at::ScalarType dtype = accumulate_dtype(a.input);
+    const Tensor hi = mean.to(dtype);
+    *statistics = at::stack({hi, (mean - hi).to(dtype), rstd.to(dtype)});
+  }
   const Tensor three = at::stack({mean, at::zeros_like(mean), rstd});
-  if (statistics) *statistics = three;
   return output(groups, normalise(groups, groups.split(a.input), three).xhat, a);
 }
 

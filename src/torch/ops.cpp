@@ -137,6 +137,49 @@ Tensor apply_meta(const Tensor& input, const Tensor& moments, const OptionalTens
   return dense_like(input, output_dtype(a));
 }
 
+// Under vmap: compositions, whose operators PyTorch batches. Without these it would call the kernels once for
+// each example, and refuse a batch of none.
+
+std::tuple<Tensor, Tensor> forward_batched(const Tensor& input, const OptionalTensor& weight,
+                                           const OptionalTensor& bias, SymInt channels_per_group, double eps,
+                                           std::string_view activation, OptionalDType out_dtype) {
+  const Arguments a{input, weight, bias, channels_per_group, eps, activation, out_dtype};
+  check(a);
+  Tensor statistics;
+  const Tensor y = compose_apply(a, compose_moments(a), &statistics);
+  return {y, statistics};
+}
+
+Gradients backward_batched(const Tensor& grad_output, const Tensor& input, const Tensor& statistics,
+                           const OptionalTensor& weight, const OptionalTensor& bias,
+                           SymInt channels_per_group, std::string_view activation, OutputMask wanted) {
+  const Arguments a{.input = input,
+                    .weight = weight,
+                    .bias = bias,
+                    .channels_per_group = channels_per_group,
+                    .activation = activation};
+  check(a);
+  check_gradient(input, grad_output);
+  check_statistics(a, statistics);
+  return compose_backward(a, grad_output, statistics, wanted);
+}
+
+Tensor stats_batched(const Tensor& input, SymInt channels_per_group) {
+  const OptionalTensor none;
+  const Arguments a{.input = input, .weight = none, .bias = none, .channels_per_group = channels_per_group};
+  check(a);
+  return compose_moments(a);
+}
+
+Tensor apply_batched(const Tensor& input, const Tensor& moments, const OptionalTensor& weight,
+                     const OptionalTensor& bias, SymInt channels_per_group, double eps,
+                     std::string_view activation, OptionalDType out_dtype) {
+  const Arguments a{input, weight, bias, channels_per_group, eps, activation, out_dtype};
+  check(a);
+  check_moments(a, moments);
+  return compose_apply(a, moments);
+}
+
 }  // namespace
 
 TORCH_LIBRARY(steadynorm, library) {
@@ -171,6 +214,13 @@ TORCH_LIBRARY_IMPL(steadynorm, Meta, library) {
   library.impl("group_norm_backward", backward_meta);
   library.impl("group_norm_stats", stats_meta);
   library.impl("group_norm_apply", apply_meta);
+}
+
+TORCH_LIBRARY_IMPL(steadynorm, FuncTorchBatched, library) {
+  library.impl("group_norm_forward", forward_batched);
+  library.impl("group_norm_backward", backward_batched);
+  library.impl("group_norm_stats", stats_batched);
+  library.impl("group_norm_apply", apply_batched);
 }
 
 }  // namespace steadynorm::binding

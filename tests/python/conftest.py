@@ -2,8 +2,10 @@
 import pytest
 import torch
 
-from helpers import use_rung
-from steadynorm import rungs
+from helpers import RUNGS, use_rung
+from steadynorm import compiled, rungs
+
+KINDS = {}  # what the compiled rung has compiled: its time is most of these tests'
 
 
 @pytest.fixture(params=[rungs.NATIVE, rungs.EAGER])
@@ -28,3 +30,22 @@ def set_threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def ladder(monkeypatch: pytest.MonkeyPatch):
+    """Every rung on, Dynamo without Inductor; every change to the ladder is undone."""
+    use_rung(rungs.NATIVE, monkeypatch)
+    monkeypatch.setattr(compiled.rung, "off", None)
+    monkeypatch.setattr(compiled, "_kinds", KINDS)
+    monkeypatch.setattr(compiled, "MAX_KINDS", 10**6)
+    monkeypatch.setattr(rungs, "_refused", {})
+    return monkeypatch
+
+
+@pytest.fixture(params=RUNGS[:-1])
+def failing(ladder: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> tuple[str, str]:
+    """The rung that is to fail, and the one below it; those above are off."""
+    if request.param == rungs.COMPILED:
+        rungs.native_rung.off = "turned off by a test"
+    return request.param, RUNGS[RUNGS.index(request.param) + 1]

@@ -3,28 +3,83 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import steadynorm
-from steadynorm import _native, accuracy, rungs
+from steadynorm import accuracy, compiled, rungs
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
+ACTIVATIONS = {
+    "none": lambda z: z,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+}
 LAYOUTS = ("contiguous", "channels_last")
 OUTPUTS = ("y", "dx", "dweight", "dbias")
+RUNGS = (rungs.NATIVE, rungs.COMPILED, rungs.EAGER)
+LAUNCH_FAILED = (
+    "group_norm: the statistics kernel failed with cudaErrorLaunchOutOfResources: too many resources "
+    "requested for launch"
+)
 _BITS = {torch.float64: torch.int64, torch.float32: torch.int32}
 
 
 def use_rung(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == rungs.EAGER:
-        monkeypatch.setattr(rungs, "native", _native.Native(reason="turned off by a test"))
-    elif rungs.native.reason is not None:
+    """Leaves this rung and eager PyTorch, which is always on; forgets every failure."""
+    if name == rungs.NATIVE and rungs.native.reason is not None:
         pytest.fail(f"the native library does not serve: {rungs.native.reason}")
+    for rung in rungs.ladder.values():
+        monkeypatch.setattr(rung, "off", None if rung.name == name else "turned off by a test")
+        monkeypatch.setattr(rung, "failure", None)
+    # Inductor takes seconds for each kind of call: what is not about its code is tested without it.
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(rungs, "_function_served", set())
+
+
+@contextlib.contextmanager
+def broken(name: str, error: Exception | None = None) -> Iterator[list[None]]:
+    """Makes a rung fail where it does its work; the list grows with every try."""
+    tries: list[None] = []
+
+    def native(*_):
+        tries.append(None)
+        raise error or RuntimeError(LAUNCH_FAILED)
+
+    def backend(graph, inputs):
+        tries.append(None)
+        raise error or RuntimeError("no C++ compiler here")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if name == rungs.NATIVE:
+            patch.setattr(rungs.native, "operator", native)
+        else:
+            patch.setattr(compiled, "BACKEND", backend)
+        yield tries
+
+
+def warnings_of(caught: Iterable[warnings.WarningMessage]) -> list[str]:
+    return [str(w.message) for w in caught if str(w.message).startswith("steadynorm: ")]
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def filled(model: nn.Module) -> nn.Module:
+    """The same values of order one third in every parameter of a kind of model."""
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(normal(*parameter.shape, seed=number + 5) / 3)
+    return model
 
 
 def channels_last(x: torch.Tensor) -> torch.Tensor:

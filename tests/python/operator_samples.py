@@ -8,13 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-ACTIVATIONS = {
-    "none": lambda z: z,
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-}
+from helpers import ACTIVATIONS
+
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 PARAMETERS = ("both", "weight", "bias", "neither", "rows", "mixed")
 

@@ -55,10 +55,16 @@ def package(tmp_path: Path) -> Path:
     return copy
 
 
+def environment(package: Path, **variables: str) -> dict[str, str]:
+    """Without the compiled rung, which would take a minute, unless `variables` say otherwise."""
+    fixed = {"PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1", "STEADYNORM_COMPILE": "0"}
+    return os.environ | fixed | variables
+
+
 def import_in_child(package: Path) -> dict:
     child = subprocess.run(
         [sys.executable, "-c", CHILD],
-        env=os.environ | {"PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"},
+        env=environment(package),
         cwd=package.parent,
         capture_output=True,
         text=True,
@@ -129,18 +135,46 @@ def test_one_warning_says_why_and_stock_serves(package, damage):
     assert found["error"] == "group_norm: channels must be divisible by groups, got C=6, G=4"
 
 
-def test_info_says_why(package):
-    child = subprocess.run(
+def info_in_child(package: Path, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
         [sys.executable, "-m", "steadynorm", "info"],
-        env=os.environ | {"PYTHONPATH": str(package.parent)},
+        env=environment(package, **variables),
         cwd=package.parent,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_info_says_why(package):
+    child = info_in_child(package)
     assert child.returncode == 0, child.stderr
-    assert f"not loaded: {LIBRARY} is missing from " in child.stdout
-    assert "rung eager" in child.stdout
+    lines = child.stdout.splitlines()
+    why = f"{LIBRARY} is missing from {package / 'lib'}"
+    assert f"  not loaded: {why}" in lines
+    assert f"rung native: off: {why}" in lines
+    assert "rung compiled: off: turned off by STEADYNORM_COMPILE=0" in lines
+    assert "rung eager: on" in lines
+    assert any(line.startswith("cpu ") and line.endswith(f": rung eager ({why})") for line in lines)
+
+
+@pytest.mark.usefixtures("native")
+def test_the_environment_turns_rungs_off_without_a_warning(package):
+    for name in (LIBRARY, "build_info.json"):
+        shutil.copy(rungs.native.path.parent / name, package / "lib" / name)
+    child = info_in_child(package, STEADYNORM_NATIVE="0", STEADYNORM_COMPILE="1")
+    assert child.stderr == ""
+    lines = child.stdout.splitlines()
+    assert "rung native: off: turned off by STEADYNORM_NATIVE=0" in lines
+    assert "rung compiled: on" in lines
+    assert any(line.endswith(": rung compiled (turned off by STEADYNORM_NATIVE=0)") for line in lines)
+
+
+def test_a_bad_value_in_the_environment_stops_the_import(package):
+    child = info_in_child(package, STEADYNORM_NATIVE="off")
+    assert child.returncode == 1
+    last = child.stderr.splitlines()[-1]
+    assert last == "ValueError: steadynorm: STEADYNORM_NATIVE must be 0 (off) or 1 (on), got 'off'"
 
 
 @pytest.mark.usefixtures("native")

@@ -2,6 +2,7 @@
 """group_norm: dtype, memory format, activation, errors; on each rung."""
 
 import doctest
+import warnings
 
 import pytest
 import torch
@@ -19,15 +20,7 @@ from helpers import (
     layout_of,
     normal,
 )
-from steadynorm import MATCH_STOCK_DTYPE, functional, group_norm, module
-
-FUNCTIONS = {
-    "none": lambda z: z,
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-}
+from steadynorm import MATCH_STOCK_DTYPE, functional, group_norm, module, rungs
 
 
 def test_the_docstrings_examples_run(rung):
@@ -44,7 +37,7 @@ def test_equals_stock_followed_by_the_activation(rung, dtype, layout, activation
     x = laid_out(normal(2, 12, 5, 3, dtype=dtype), layout)
     weight, bias = 1 + normal(12, seed=1) / 4, normal(12, seed=2) / 4
     y = group_norm(x, 4, weight, bias, 1e-3, activation=activation)
-    expected = FUNCTIONS[activation](F.group_norm(x.double(), 4, weight.double(), bias.double(), 1e-3))
+    expected = ACTIVATIONS[activation](F.group_norm(x.double(), 4, weight.double(), bias.double(), 1e-3))
     assert y.dtype == dtype
     assert layout_of(y) == layout
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
@@ -114,20 +107,37 @@ def test_default_dtype_is_stocks_on_the_cpu(rung, dtype, parameter_dtype, autoca
         assert group_norm(x, 3, weight, weight).dtype == expected
 
 
-@pytest.mark.parametrize("enabled", [False, True])
+@pytest.fixture
+def cuda_autocast():
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+
+    def turn(dtype: torch.dtype | None) -> None:  # torch.autocast("cuda") turns itself off without a GPU
+        torch.set_autocast_enabled("cuda", dtype is not None)
+        torch.set_autocast_dtype("cuda", dtype or torch.float16)
+
+    yield turn
+    torch.set_autocast_enabled("cuda", before[0])
+    torch.set_autocast_dtype("cuda", before[1])
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
-def test_default_dtype_is_stocks_on_cuda(rung, dtype, enabled):
-    # Fake tensors have a device and go through autocast, and need no GPU.
-    before = torch.is_autocast_enabled("cuda")
-    torch.set_autocast_enabled("cuda", enabled)
-    try:
-        with FakeTensorMode():
-            x = torch.empty(2, 6, 4, device="cuda", dtype=dtype)
-            expected = F.group_norm(x, 3).dtype
-            assert expected == (torch.float32 if enabled and dtype != torch.float64 else dtype)
-            assert (functional._stock_dtype(x) or dtype) == expected
-    finally:
-        torch.set_autocast_enabled("cuda", before)
+def test_dtypes_on_cuda(rung, monkeypatch, cuda_autocast, dtype, layout, autocast):
+    """The function's default is stock's, the module's is its input's: fake tensors of a GPU need none."""
+    monkeypatch.setattr(rungs, "_refused", {torch.device("cuda", 0): None})
+    norm = module.GroupNorm(3, 6, affine=False, activation="relu")
+    cuda_autocast(autocast)
+    with FakeTensorMode():
+        x = laid_out(torch.empty(2, 6, 4, 5, device="cuda:0", dtype=dtype), layout)
+        stock, ours, modules = F.group_norm(x, 3), group_norm(x, 3, activation="relu"), norm(x)
+        narrow = group_norm(x, 3, out_dtype=torch.float16)
+    assert stock.dtype == (torch.float32 if autocast and dtype != torch.float64 else dtype)
+    assert ours.dtype == stock.dtype
+    assert modules.dtype == dtype
+    assert narrow.dtype == torch.float16
+    assert layout_of(ours) == layout_of(modules) == layout
+    assert steadynorm.last_rung() == rung
 
 
 def test_match_stock_dtype_prints_its_name():
@@ -214,8 +224,31 @@ def test_gradients_have_their_tensors_shape_and_dtype(rung, parameters):
 
 X = torch.zeros(2, 12, 3)
 W = torch.ones(12)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)  # nested tensors and CSR are prototypes
+    CSR = X[0].to_sparse_csr()
+    NESTED = torch.nested.nested_tensor([torch.zeros(12, 3), torch.zeros(12, 2)])
+    JAGGED = torch.nested.nested_tensor([torch.zeros(12, 3), torch.zeros(9, 3)], layout=torch.jagged)
 ERRORS = [
     ((torch.zeros(12), 3), {}, "group_norm: input must have at least 2 dimensions, got 1"),
+    ((None, 3), {}, "group_norm: input must be a Tensor, got NoneType"),
+    (([1.0, 2.0], 3), {}, "group_norm: input must be a Tensor, got list"),
+    ((X.numpy(), 3), {}, "group_norm: input must be a Tensor, got ndarray"),
+    ((X.to_sparse(), 3), {}, "group_norm: input must be a dense tensor, got layout sparse_coo"),
+    ((CSR, 3), {}, "group_norm: input must be a dense tensor, got layout sparse_csr"),
+    ((X.unsqueeze(3).to_mkldnn(), 3), {}, "group_norm: input must be a dense tensor, got layout _mkldnn"),
+    ((NESTED, 3), {}, "group_norm: input must be a dense tensor, got a nested one"),
+    ((JAGGED, 3), {}, "group_norm: input must be a dense tensor, got a nested one"),
+    (
+        (torch.quantize_per_tensor(X, 0.1, 0, torch.quint8), 3),
+        {},
+        "group_norm: input must be float32, bfloat16, float16 or float64, got quint8",
+    ),
+    ((X, 3.0), {}, "group_norm: num_groups must be an int, got 3.0"),
+    ((X, True), {}, "group_norm: num_groups must be an int, got True"),
+    ((X, False), {}, "group_norm: num_groups must be an int, got False"),
+    ((X, "3"), {}, "group_norm: num_groups must be an int, got '3'"),
+    ((X, None), {}, "group_norm: num_groups must be an int, got None"),
     ((X, 0), {}, "group_norm: groups must be positive, got G=0"),
     ((X, -2), {}, "group_norm: groups must be positive, got G=-2"),
     ((X, 5), {}, "group_norm: channels must be divisible by groups, got C=12, G=5"),
@@ -264,8 +297,21 @@ ERRORS = [
         "group_norm: a float64 bias needs a float64 input, got input float16",
     ),
     ((X, 3, None, None, -1.0), {}, "group_norm: eps must be finite and not negative, got eps=-1"),
+    ((X, 3, None, None, -1e-10), {}, "group_norm: eps must be finite and not negative, got eps=-1e-10"),
+    ((X, 3, None, None, None), {}, "group_norm: eps must be a number, got None"),
+    ((X, 3, None, None, "1e-5"), {}, "group_norm: eps must be a number, got '1e-5'"),
     ((X, 3, None, None, float("inf")), {}, "group_norm: eps must be finite and not negative, got eps=inf"),
     ((X, 3, None, None, float("nan")), {}, "group_norm: eps must be finite and not negative, got eps=nan"),
+    ((X, 3, [1.0] * 12), {}, "group_norm: weight must be a Tensor or None, got list"),
+    ((X, 3, None, 0.0), {}, "group_norm: bias must be a Tensor or None, got float"),
+    *(
+        (
+            (X, 3),
+            {"activation": bad},
+            f"group_norm: activation must be one of none, relu, silu, gelu, gelu_tanh, got {bad!r}",
+        )
+        for bad in ("", False, 0, ["relu"])
+    ),
     (
         (X, 3),
         {"activation": "swish"},
@@ -299,6 +345,7 @@ def test_bad_input_is_one_sentence(rung, arguments, options, sentence):
     with pytest.raises(ValueError) as raised:
         group_norm(*arguments, **options)
     assert str(raised.value) == sentence
+    assert raised.value.__context__ is None or raised.value.__suppress_context__  # one sentence, not two
 
 
 def test_one_value_per_group_raises_what_stock_raises(rung):

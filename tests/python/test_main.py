@@ -10,7 +10,7 @@ import torch
 
 import steadynorm
 from steadynorm import __main__ as program
-from steadynorm import functional, rungs
+from steadynorm import compiled, functional, rungs
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -75,6 +75,18 @@ def test_check_is_reproducible(few_cases, capsys):
 
     assert table("1") == table("1")
     assert table("1") != table("2")
+
+
+def test_check_without_the_native_rung_compiles_nothing(few_cases, ladder, capsys, tmp_path):
+    rungs.native_rung.off = "turned off by a test"
+    ladder.setattr(compiled, "BACKEND", lambda *_: pytest.fail("compiled"))
+    report = tmp_path / "check.json"
+    assert program.main(["check", "--device", "cpu", "--json", str(report)]) in (0, 1)
+    assert ": eager (turned off by a test)" in capsys.readouterr().out
+    rows = json.loads(report.read_text(encoding="utf-8"))["results"]
+    assert {row["rung"] for row in rows} == {"eager"}
+    assert compiled.rung.off is None
+    rungs._last.rung = None  # `native` looks at it
 
 
 @pytest.mark.parametrize("output", ["y", "dx", "rounding", "nan"])

@@ -75,6 +75,23 @@ def test_unknown_activation_is_refused_at_once():
     assert str(raised.value) == sentence
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"activation": ""}, "activation must be one of none, relu, silu, gelu, gelu_tanh, got ''"),
+        ({"activation": False}, "activation must be one of none, relu, silu, gelu, gelu_tanh, got False"),
+        ({"num_groups": 2.0}, "num_groups must be an int, got 2.0"),
+        ({"num_groups": True}, "num_groups must be an int, got True"),
+        ({"eps": None}, "eps must be a number, got None"),
+        ({"eps": -1e-10}, "eps must be finite and not negative, got eps=-1e-10"),
+    ],
+)
+def test_the_constructor_says_what_is_wrong(arguments, sentence):
+    with pytest.raises(ValueError) as raised:
+        GroupNorm(**({"num_groups": 2, "num_channels": 4} | arguments))
+    assert str(raised.value) == f"group_norm: {sentence}"
+
+
 @pytest.mark.parametrize("groups", [0, -1])
 def test_groups_must_be_positive(groups):
     with pytest.raises(ValueError, match=f"^group_norm: groups must be positive, got G={groups}$"):
@@ -91,6 +108,13 @@ def test_input_with_other_channels_is_refused(rung):
         ValueError, match=r"weight must have shape \[C\] or \[N, C\] with N=2, C=8, got \[4\]"
     ):
         GroupNorm(2, 4)(normal(2, 8, 3))
+
+
+@pytest.mark.parametrize("bad", [None, [1.0]])
+def test_what_is_no_tensor_is_refused(rung, bad):
+    with pytest.raises(ValueError) as raised:
+        GroupNorm(2, 4)(bad)
+    assert str(raised.value) == f"group_norm: input must be a Tensor, got {type(bad).__name__}"
 
 
 def test_activation_is_keyword_only():

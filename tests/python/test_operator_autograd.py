@@ -3,8 +3,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import steadynorm  # noqa: F401  (loads the operators)
@@ -140,46 +141,6 @@ def test_functorch_agrees_with_stock(activation):
         torch.testing.assert_close(run(ours), run(theirs), msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("in_dims", [(0, None, None), (None, 0, None), (0, 0, 0), (0, None, 0), (0, 1, None)])
-def test_vmap_over_any_mix(in_dims):
-    x, w, b = torch.randn(3, 2, 4, 5), torch.randn(3, 4), torch.randn(3, 4)
-    arguments = [
-        tensor if dim is not None else tensor[0] for tensor, dim in zip((x, w, b), in_dims, strict=True)
-    ]
-    if in_dims[1] == 1:
-        arguments[1] = w.t().contiguous()
-    got = vmap(lambda x, w, b: group_norm(x, 2, w, b, activation="silu"), in_dims)(*arguments)
-    want = torch.stack(
-        [
-            group_norm(
-                x[i] if in_dims[0] is not None else x[0],
-                2,
-                w[i] if in_dims[1] is not None else w[0],
-                b[i] if in_dims[2] is not None else b[0],
-                activation="silu",
-            )
-            for i in range(3)
-        ]
-    )
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-
-
-def test_ensemble_of_modules():
-    class Layer(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.bias = torch.nn.Parameter(torch.randn(4)), torch.nn.Parameter(torch.randn(4))
-
-        def forward(self, x):
-            return group_norm(x, 2, self.weight, self.bias)
-
-    layers = [Layer() for _ in range(3)]
-    parameters, buffers = torch.func.stack_module_state(layers)
-    x = torch.randn(2, 4, 5)
-    got = vmap(lambda p, b: functional_call(layers[0], (p, b), (x,)))(parameters, buffers)
-    torch.testing.assert_close(got, torch.stack([layer(x) for layer in layers]), rtol=1e-5, atol=1e-5)
-
-
 def test_dual_number_of_other_strides_gives_contiguous_y():
     x = torch.randn(2, 4, 5, 3).transpose(2, 3)
     with forward_ad.dual_level():
@@ -269,6 +230,27 @@ def test_compiled_autograd(backend):
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend, fullgraph=True)):
         y.square().sum().backward()
     assert all(torch.equal(t.grad, g) for t, g in zip(s.tensors(), plain, strict=True))
+
+
+class Cut(torch.autograd.Function):
+    """Lets no gradient through."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return y * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
+@pytest.mark.parametrize("f", (group_norm, F.group_norm))
+@pytest.mark.parametrize("create_graph", (False, True))
+def test_no_gradient_of_y_gives_none_of_the_arguments(f, create_graph):
+    s = sample((2, 6, 4), 3).requires_grad()
+    y = Cut.apply(f(s.x, s.groups, s.weight, s.bias)).sum()
+    y.backward(create_graph=create_graph)
+    assert [t.grad for t in s.tensors()] == [None, None, None]
 
 
 def test_expanded_gradient_of_a_sum():

@@ -8,18 +8,10 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import steadynorm
-from helpers import LAYOUTS, laid_out, layout_of, normal
-from steadynorm import GroupNorm, group_norm
-
-
-def filled(norm: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for number, parameter in enumerate(norm.parameters()):
-            parameter.copy_(normal(*parameter.shape, seed=number + 5))
-    return norm
+from helpers import LAYOUTS, filled, laid_out, layout_of, normal
+from steadynorm import MATCH_STOCK_DTYPE, GroupNorm, group_norm
 
 
 @pytest.mark.parametrize("affine", [True, False])
@@ -104,23 +96,6 @@ def test_gradcheck_and_gradgradcheck(rung, activation, per_sample):
     assert torch.autograd.gradgradcheck(call, (x, weight, bias))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint_recomputes_the_same_bits(rung, reentrant):
-    norm = filled(GroupNorm(3, 6, activation="silu"))
-    found = []
-    for wrap in (False, True):
-        x = normal(2, 6, 5).requires_grad_()
-        y = checkpoint(norm, x, use_reentrant=reentrant) if wrap else norm(x)
-        found.append(torch.autograd.grad(y.sum(), [x, *norm.parameters()]) if not reentrant else None)
-        if reentrant:
-            norm.zero_grad()
-            y.sum().backward()
-            found[-1] = (x.grad, norm.weight.grad, norm.bias.grad)
-            norm.zero_grad(set_to_none=True)
-    for ours, expected in zip(found[1], found[0], strict=True):
-        assert torch.equal(ours, expected)
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_compiles_into_one_graph(rung, layout, dynamic):
@@ -157,12 +132,34 @@ def test_compiled_calls_are_not_recorded(rung):
     assert steadynorm.last_rung() is None
 
 
-def test_compiles_with_inductor(native):
-    torch._dynamo.reset()
-    norm = filled(GroupNorm(4, 8, activation="silu"))
-    x = normal(2, 8, 5, 3)
-    compiled = torch.compile(norm, fullgraph=True)
-    torch.testing.assert_close(compiled(x), norm(x), atol=1e-5, rtol=1e-5)
+class Traced(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, 8, 3), GroupNorm(4, 8, activation="silu")
+
+    def forward(self, x):
+        x = self.norm(self.convolution(x))
+        return group_norm(x, 2, self.norm.weight, activation="relu") + group_norm(
+            x, 4, out_dtype=torch.float32
+        )
+
+
+def test_fx_traces_module_and_function_as_one_node_each(rung):
+    model = Traced()
+    filled(model.norm)
+    traced = torch.fx.symbolic_trace(model)
+    nodes = [n for n in traced.graph.nodes if n.target is group_norm]
+    # The module's has the input's dtype, under autocast too.
+    assert [n.kwargs["out_dtype"] for n in nodes] == [None, MATCH_STOCK_DTYPE, torch.float32]
+    x = normal(2, 3, 9, 8)
+    for copied in (traced, pickle.loads(pickle.dumps(traced))):
+        assert torch.equal(copied(x), model(x))
+
+
+def test_fx_traces_the_function_on_a_proxy_of_a_parameter(rung):
+    x, weight = normal(2, 6, 4), normal(6, seed=1)
+    traced = torch.fx.symbolic_trace(lambda weight: group_norm(x, 3, weight))
+    assert torch.equal(traced(weight), group_norm(x, 3, weight))
 
 
 def test_meta_tensors_have_shape_dtype_and_format(rung):
