@@ -70,7 +70,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tag", default=provenance.today(), help="part of the file's name (default: the date)"
     )
-    parser.add_argument("--commit", help="the commit to record where there is no git repository")
+    parser.add_argument("--commit", help="the commit to record, where no repository tells (a copied tree)")
     parser.add_argument("--list", action="store_true", help="print the names of the benchmarks and exit")
     options = parser.parse_args(arguments)
     beginnings = tuple(word for word in options.cases.split(",") if word)

@@ -49,7 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=400, help="seconds for each program (default: 400)")
     parser.add_argument("--pytest", default="", help="further arguments for pytest: --pytest='-k WORD'")
     parser.add_argument("--output", type=Path, help="default: bench/results/gpu-tests-<gpu>.json")
-    parser.add_argument("--commit", help="the commit to record where there is no git repository")
+    parser.add_argument("--commit", help="the commit to record, where no repository tells (a copied tree)")
     options = parser.parse_args()
     options.only = set(options.only.split(","))
     if unknown := options.only - {"cpp", "python", "sanitizer", "kernels"}:

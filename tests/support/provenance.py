@@ -24,10 +24,10 @@ def output_of(command: list[str]) -> str | None:
 
 
 def source(commit: str | None = None) -> dict:
-    """The commit and whether tracked files differ from it; `commit` names it where there is no repository."""
+    """The commit and whether tracked files differ from it; `commit` names it where no repository tells."""
     head = output_of(["git", "rev-parse", "HEAD"])
     changes = output_of(["git", "status", "--porcelain", "--untracked-files=no"])
-    if head is None:
+    if commit is not None or head is None:
         return {"commit": commit or "unknown", "dirty": None}
     return {"commit": head, "dirty": bool(changes)}
 
