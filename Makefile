@@ -62,7 +62,7 @@ preflight-%:
 	@tools/preflight.sh $* '$(PYTHON)' '$(VENV)'
 
 $(VENV)/.stamp-base: requirements/base.txt
-	@echo 'Setting up $(VENV): PyTorch is a download of about 3 GB, once'
+	@echo 'Setting up $(VENV): PyTorch is a download of about 3 GB, once, nothing printed meanwhile'
 	$(PYTHON) -m venv $(VENV)
 	$(python) -m pip install --quiet -r requirements/base.txt
 	@touch $@
@@ -78,7 +78,7 @@ $(VENV)/.stamp-demo: requirements/demo.txt requirements/demo-data.txt $(base)
 
 # pip builds in the tree that the C++ tests use too, so nothing is compiled twice.
 $(VENV)/.stamp-package: $(sources) $(base)
-	@echo 'Building steadynorm in $(build)'
+	@echo 'Building steadynorm in $(build): up to five minutes on two cores with the GPU kernels, nothing printed meanwhile'
 	SKBUILD_BUILD_DIR=$(build) SKBUILD_CMAKE_ARGS='$(subst $() ,;,$(strip $(cmake_options)))' \
 	  $(python) -m pip install --quiet --no-build-isolation --no-deps --force-reinstall .
 	@touch $@

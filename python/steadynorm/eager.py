@@ -144,6 +144,13 @@ def check_input(input: torch.Tensor) -> None:
         _reject(f"input must be a dense tensor, got layout {_name(input.layout)}")
 
 
+def check_channels(input: torch.Tensor, channels: int) -> None:
+    """A module's own: what does not fit its parameters is the input."""
+    check_input(input)
+    if input.dim() >= 2 and input.size(1) != channels:
+        _reject(f"input must have the module's {channels} channels, got C={input.size(1)}")
+
+
 def check_groups(num_groups: int) -> None:
     integer = isinstance(num_groups, (int, torch.SymInt)) or hasattr(num_groups, "__index__")
     if not integer or isinstance(num_groups, bool):

@@ -133,7 +133,12 @@ def serve(
                 raise
         else:
             return _served(COMPILED, module, output)
-    return _served(EAGER, module, eager.group_norm(*arguments))
+    try:
+        output = eager.group_norm(*arguments)
+    except ValueError:
+        _check(module, arguments)
+        raise
+    return _served(EAGER, module, output)
 
 
 def _inlined(arguments: tuple[Any, ...]) -> torch.Tensor:
@@ -158,7 +163,7 @@ def _may_serve(rung: Rung, module: GroupNorm | None) -> bool:
 
 def _next_serves(rung: Rung, module: GroupNorm | None, error: Exception, arguments: tuple[Any, ...]) -> bool:
     """After an error of `rung`: whether the call goes on to the next one, rather than up to the caller."""
-    _check(arguments)
+    _check(module, arguments)
     implementation = _native if rung is native_rung else compiled
     if implementation.declines(error):
         return True
@@ -170,8 +175,10 @@ def _next_serves(rung: Rung, module: GroupNorm | None, error: Exception, argumen
     return not (rung.name in served and _in_backward())
 
 
-def _check(arguments: tuple[Any, ...]) -> None:
+def _check(module: GroupNorm | None, arguments: tuple[Any, ...]) -> None:
     try:
+        if module is not None and module.weight is not None:
+            eager.check_channels(arguments[0], module.num_channels)
         eager.check(*arguments)
     except ValueError as error:
         raise error from None
