@@ -124,8 +124,8 @@ def row_line(row: Row, arms: list[str]) -> str:
         us, share = row.times[arm], 100 * row.share(arm)
         best = "best" if row.peers and us == min(row.times.values()) else ""
         cells += [cell(format_us(us), us, best), cell(f"{share:.3g}", share)]
-        for value in (row.error(arm), of.get("peak_mib")):
-            cells.append(cell("–") if value is None else cell(f"{value:.4g}", value))
+        for value, form in ((row.error(arm), "g"), (of.get("peak_mib"), ".4g")):
+            cells.append(cell("–") if value is None else cell(format(value, form), value))
     rung = row.rung or "failed"
     cells += [cell(rung, kind="word" if rung == "native" else "word mark"), cell(row.run.told, kind="word")]
     return f"<tr>{''.join(cells)}</tr>"
