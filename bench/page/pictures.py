@@ -27,8 +27,8 @@ def stamp(figure: Figure, styles: dict[str, tuple[str, str]]) -> str:
 
 
 def read_stamp(png: bytes) -> str | None:
-    """The stamp that a PNG carries; None without one, or where the file is damaged."""
-    at = 8
+    """The stamp that a PNG carries; None without one, or where the file is damaged or cut short."""
+    at, held = 8, None
     while at + 12 <= len(png):
         size, kind = struct.unpack(">I4s", png[at : at + 8])
         body = png[at + 8 : at + 8 + size]
@@ -36,7 +36,9 @@ def read_stamp(png: bytes) -> str | None:
             return None
         keyword, _, text = body.partition(b"\0")
         if kind == b"tEXt" and keyword == STAMP.encode():
-            return text.decode("latin-1")
+            held = text.decode("latin-1")
+        if kind == b"IEND":
+            return held
         at += 12 + size
     return None
 
@@ -70,22 +72,14 @@ def draw_chart(axis, chart: Chart, styles: dict[str, tuple[str, str]]) -> None:
 
 def png(figure: Figure, styles: dict[str, tuple[str, str]]) -> bytes:
     """The picture: the same bytes for the same figure and the same libraries."""
-    import matplotlib
+    from matplotlib import figure as canvas
+    from matplotlib import style
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    options = {
-        "font.family": "DejaVu Sans",
-        "font.size": 10,
-        "axes.titlesize": 11,
-        "savefig.facecolor": "white",
-    }
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "agg", **options}):
-        height = 3.4 * ((len(figure.charts) + 1) // 2) + 0.8
-        drawn, axes = plt.subplots(
-            len(figure.charts) // 2, 2, figsize=(11, height), layout="constrained", squeeze=False
-        )
+    # matplotlib's own style, whatever the user's is; and no pyplot, which keeps figures and a backend.
+    with style.context(["default", {"font.size": 10, "axes.titlesize": 11}]):
+        lines = len(figure.charts) // 2
+        drawn = canvas.Figure(figsize=(11, 3.4 * lines + 0.8), layout="constrained")
+        axes = drawn.subplots(lines, 2, squeeze=False)
         for axis, chart in zip(axes.flat, figure.charts, strict=True):
             draw_chart(axis, chart, styles)
         for axis in axes[-1]:
@@ -96,5 +90,4 @@ def png(figure: Figure, styles: dict[str, tuple[str, str]]) -> bytes:
         file = io.BytesIO()
         metadata = {"Software": None, STAMP: stamp(figure, styles)}
         drawn.savefig(file, format="png", dpi=DPI, metadata=metadata)
-        plt.close(drawn)
     return file.getvalue()
