@@ -48,9 +48,8 @@ class Page:
         self.pictures = {root / "docs" / "performance" / f"{figure.name}.png": figure for figure in figures}
 
     def left_over(self) -> list[Path]:
-        """Files beside the pictures that no result asks for."""
-        folder = self.root / "docs" / "performance"
-        return sorted(set(folder.glob("*")) - self.texts.keys() - self.pictures.keys())
+        """Pictures that no result asks for."""
+        return sorted(set((self.root / "docs" / "performance").glob("*.png")) - self.pictures.keys())
 
     def stale(self) -> list[str]:
         """The files that are not those of the results, as paths from the root."""

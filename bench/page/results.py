@@ -64,6 +64,11 @@ class Row:
         return self.data["case"]
 
     @property
+    def table(self) -> tuple[str, str, str]:
+        """Device, dtype and activation set: the rows that are shown together."""
+        return self.run.device, self.data["dtype"], self.data["set"]
+
+    @property
     def mib(self) -> float:
         return self.data["tensor_bytes"] / 2**20
 
@@ -101,19 +106,14 @@ class Results:
         """How many rows of a run are the newest of their kind."""
         return sum(row.run is run for row in self.rows)
 
-    def select(self, **fields: str) -> list[Row]:
-        """The rows whose fields have these values."""
-        return [row for row in self.rows if all(row.data[key] == value for key, value in fields.items())]
-
     @property
     def tables(self) -> list[tuple[str, str, str]]:
         """Each (device, dtype, activation set) that was measured."""
-        seen = {(row.run.device, row.data["dtype"], row.data["set"]) for row in self.rows}
+        seen = {row.table for row in self.rows}
         return sorted(seen, key=lambda of: (of[0], DTYPES.index(of[1]), of[2] != "none"))
 
     def of_table(self, table: tuple[str, str, str]) -> list[Row]:
-        device, dtype, chosen = table
-        return [row for row in self.select(dtype=dtype, set=chosen) if row.run.device == device]
+        return [row for row in self.rows if row.table == table]
 
 
 def commit(head: dict) -> str:

@@ -153,6 +153,19 @@ def test_a_damaged_picture_is_stale(root: Path, monkeypatch) -> None:
         assert page.stale() == [str(path.relative_to(root))]
 
 
+def test_without_matplotlib_nothing_is_written(root: Path, monkeypatch, capsys) -> None:
+    def missing(figure: charts.Figure, styles: dict) -> bytes:
+        raise ImportError("no matplotlib here")
+
+    monkeypatch.setattr(pictures, "png", missing)
+    put(root, "a.json", lost_and_won())
+    assert command_line.main([], root) == 1
+    told = "report: the pictures need matplotlib (requirements/demo.txt), got: no matplotlib here\n"
+    assert capsys.readouterr().err == told
+    assert not (root / "docs").exists()
+    assert (root / "README.md").read_text() == README
+
+
 def test_only_what_is_between_the_markers_of_the_readme_changes(root: Path) -> None:
     put(root, "a.json", lost_and_won())
     made = texts(root)["README.md"]
@@ -224,6 +237,18 @@ def test_the_newest_run_has_a_row_that_two_runs_have(root: Path) -> None:
     assert line_of(both, "liger-a")[-1] == "1"
     assert line_of(made, "1")[5] == "2 of 3"
     assert line_of(made, "2")[2:6:3] == ["Some GPU, 2026-01-03, commit fedcba9876, modified", "1 of 1"]
+
+
+def test_each_device_has_tables_and_pictures_of_its_own(root: Path) -> None:
+    put(root, "a.json", lost_and_won())
+    put(root, "b.json", {**lost_and_won(), "device": "Other GPU"})
+    first, second = texts(root)["performance.md"].split("\n## Some GPU, bf16, activation none\n")
+    first = first.split("\n## Other GPU, bf16, activation none\n")[1]
+    for part, device, run in ((first, "other", "2"), (second, "some", "1")):
+        assert line_of(part.split("### Forward +")[0], "liger-a")[-1] == run
+        drawn = re.findall(r"\(performance/(.*)\.png\)", part)
+        assert drawn == [f"{device}-gpu-bf16-none-{layout}" for layout in ("contiguous", "channels_last")]
+    assert texts(root)["README.md"].count("| liger-a |") == 2
 
 
 def test_of_one_day_the_last_file_by_name_has_the_row(root: Path) -> None:
