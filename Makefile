@@ -36,7 +36,7 @@ test_tools := $(VENV)/.stamp-test
 demo_tools := $(VENV)/.stamp-demo
 endif
 
-.PHONY: help demo test lint format sanitize test-gpu bench build clean preflight-%
+.PHONY: help demo test lint format sanitize test-gpu bench report build clean preflight-%
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -49,6 +49,7 @@ help:
 	@echo 'make sanitize   C++ tests under the address and undefined-behaviour sanitizers'
 	@echo 'make test-gpu   the tests that need a CUDA device'
 	@echo 'make bench      benchmarks on this device'
+	@echo 'make report     docs/performance.md, its pictures and README'"'"'s table, from bench/results; no GPU needed'
 	@echo 'make build      the virtual environment and the package in it, nothing run'
 	@echo 'make clean      remove build/ and out/ (the virtual environment stays: rm -r .venv)'
 	@echo
@@ -118,6 +119,10 @@ test-gpu: preflight-test-gpu $(package) $(test_tools)
 
 bench: preflight-bench $(package)
 	@$(python) -m bench $(ARGS)
+
+# Reads files and draws: needs no package, so that a page can be made again where nothing can be built.
+report: $(demo_tools)
+	@$(python) -m bench.page $(ARGS)
 
 clean:
 	rm -rf build out

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/performance.md and README's table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..report import PASSES, format_us
+from .charts import Figure
+from .results import ERRORS, OURS, PASS_NAMES, Results, Row, arms_of, commit
+
+# README's rows: both layouts, from large to small, some of them lost.
+REPRESENTATIVE = (
+    "unet3d-64", "vae-256x512-nhwc", "unet3d-512", "sdxl-1280x32", "sd15-1280x8",
+    "video-vae", "liger-d", "vae-512x128-nchw", "monai-128", "liger-a",
+)  # fmt: skip
+README_DTYPE, README_SET = "bf16", "none"
+
+INTRODUCTION = """\
+<!-- SPDX-License-Identifier: Apache-2.0 -->
+<!-- Made by `make report` from bench/results: do not edit. -->
+# Performance
+
+How long a call takes, beside the least time that its bytes need, other implementations, and its error.
+Nothing is left out: rows where another implementation is faster are here, and counted. In one table that
+sorts: [performance.html](performance/performance.html), to download and open.
+
+## How it is measured
+
+- *Time*: the device's, of a CUDA graph's replay with a cold L2; median of the repeats, less an empty
+  graph's. *Forward* records for a backward, as in training; *forward + backward* gives y, dx, dweight and
+  dbias.
+- *Floor*: the least bytes (forward: read x, write y; forward + backward: five times the tensor) at the
+  rate of a 1 GiB device-to-device copy in the same run. *Share of the copy rate*: floor over time. In
+  brackets behind a time: time over floor. For small tensors the launches of the kernels take longer than
+  the bytes.
+- *Error*: the worst of y (forward) or dx (forward + backward) of the very tensors that were timed,
+  against float64, beyond one rounding to the tensor's dtype, in 2⁻²⁴ of the largest term. Without an
+  activation ours may have [8 for y and 16 for dx](numerics.md); 0: no value is further off than its own
+  rounding.
+- *Arms*: `eager` is `F.group_norm`, `inductor` the same under `torch.compile` for one size, `liger` the
+  Triton kernel of liger-kernel, for contiguous tensors alone. Each gives y in x's memory format,
+  activation included.
+- *Rung*: what served our call; bold where it was not the native kernel. Bold time: the fastest of the
+  row.
+"""
+
+
+def plain(text: str) -> str:
+    """On one line."""
+    return " ".join(text.split())
+
+
+def line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(plain(text).replace("|", "\\|") for text in cells) + " |"
+
+
+def table(head: Sequence[str], lines: list[Sequence[str]], left: int) -> str:
+    """The first `left` columns to the left, numbers to the right."""
+    rule = "|" + "|".join("---" if i < left else "---:" for i in range(len(head))) + "|"
+    return "\n".join([line(head), rule, *map(line, lines)])
+
+
+def figure_of(value: float) -> str:
+    """A ratio or a count of MiB, to three digits."""
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def error_of(row: Row, arm: str) -> str:
+    error = row.error(arm)
+    return "–" if error is None else f"{error:g}"
+
+
+def time_of(row: Row, arm: str) -> str:
+    """Time and, in brackets, times the floor; bold where nobody is faster."""
+    if arm not in row.data["arms"]:
+        return "–"
+    if arm not in row.times:
+        return "error"
+    text = f"{format_us(row.times[arm])} ({figure_of(1 / row.share(arm))})"
+    return f"**{text}**" if row.peers and row.times[arm] == min(row.times.values()) else text
+
+
+def rung_of(row: Row) -> str:
+    return row.rung if row.rung == "native" else f"**{row.rung or 'failed'}**"
+
+
+def against(peer: str, rows: list[Row]) -> str:
+    """How one peer does on these rows of one pass: where it is faster comes first."""
+    both = [row for row in rows if peer in row.times and OURS in row.times]
+    ratio = {row.case: row.times[peer] / row.times[OURS] for row in both}
+    wins = sorted((row for row in both if ratio[row.case] < 1), key=lambda row: ratio[row.case])
+    losses = [ratio[row.case] for row in both if ratio[row.case] >= 1]
+    if wins:
+        best = figure_of(1 / ratio[wins[0].case])
+        names = ", ".join(row.case for row in wins)
+        text = f"{peer} is faster than ours in {len(wins)} of {len(both)}, up to {best} times: {names}"
+        return text + (f"; in the others up to {figure_of(max(losses))} times slower" if losses else "")
+    if not losses:
+        return f"{peer} was not timed beside ours"
+    return (
+        f"{peer} is faster in none of {len(both)}: {figure_of(min(losses))} to {figure_of(max(losses))} "
+        "times slower than ours"
+    )
+
+
+def outcome(rows: list[Row]) -> list[str]:
+    """A sentence for each pass and peer, the worst errors, and what was not served natively or failed."""
+    told = []
+    for which in PASSES:
+        of_pass = [row for row in rows if row.data["pass"] == which]
+        peers = [arm for arm in arms_of(of_pass) if arm != OURS]
+        name = PASS_NAMES[which].capitalize()
+        told += [f"{name}: {against(peer, of_pass)}." for peer in peers]
+        errors = {
+            arm: max(error for row in of_pass if (error := row.error(arm)) is not None)
+            for arm in arms_of(of_pass)
+            if any(row.error(arm) is not None for row in of_pass)
+        }
+        if errors:
+            worst = ", ".join(f"{arm} {figure_of(error)}" for arm, error in errors.items())
+            told.append(f"{name}, worst error of {ERRORS[which].removeprefix('error_')}: {worst}.")
+    stood_in = [row for row in rows if row.rung not in ("native", None)]
+    if stood_in:
+        told.append(f"Not served by the native kernel: {len(stood_in)} of {len(rows)} rows.")
+    failed = [(row, arm) for row in rows for arm in row.data["arms"] if arm not in row.times]
+    told += [
+        f"{arm} failed: {row.case}, {PASS_NAMES[row.data['pass']]}: {plain(row.data['arms'][arm]['error'])}"
+        for row, arm in failed
+    ]
+    return told
+
+
+def runs_table(results: Results) -> str:
+    lines = []
+    for run in results.runs:
+        start, end = (run.head.get(f"copy_bytes_per_second{at}") for at in ("", "_end"))
+        rate = " to ".join(f"{rate / 1e12:.2f}" for rate in (start, end) if rate)
+        versions = run.head["versions"]
+        named = [f"driver {run.head['driver']}"] + [
+            f"{name} {versions[name]}" for name in ("torch", "triton", "liger-kernel") if versions.get(name)
+        ]
+        lines.append(
+            (run.number, f"[{run.file}](../bench/results/{run.file})", run.told, ", ".join(named), rate,
+             f"{results.shown(run)} of {run.measured}", run.head["stopped"] or "finished")
+        )  # fmt: skip
+    head = ("run", "file", "device, date, commit", "versions", "copy, TB/s", "rows shown", "end")
+    return table(head, lines, 4)
+
+
+def repeat(results: Results) -> str:
+    commands = [f"{run.command}   # run {run.number}" for run in results.runs if results.shown(run)]
+    lines = ["```sh", *commands, *["make test-gpu"] * bool(results.tests), "make report", "```"]
+    timed = [run.head["versions"] for run in results.runs if "liger" in run.head["options"]["peers"]]
+    liger = {versions["liger-kernel"] for versions in timed if versions["liger-kernel"]}
+    text = [
+        "With a CUDA GPU, in a checkout of a run's commit, one command measures its figures again:",
+        "\n".join(lines),
+        "The last one makes this page from `bench/results`, without a GPU. Where runs share a benchmark, the "
+        "page has the newest.",
+    ]
+    if liger:
+        installs = (f"`.venv/bin/python -m pip install liger-kernel=={version}`" for version in sorted(liger))
+        text.append(f"liger is timed where it is installed: after `make build`, {', '.join(installs)}.")
+    return "\n\n".join(text)
+
+
+def tests_told(results: Results) -> list[str]:
+    told = []
+    for file, of in results.tests.items():
+        count = f"{of['passed']} passed, {of['failed']} failed, {of['skipped']} skipped"
+        kernels = of.get("kernels") or {}
+        reached = (
+            f"; {kernels['reached']} of {kernels['compiled']} compiled kernels reached" if kernels else ""
+        )
+        findings = {tool: found["findings"] for tool, found in (of.get("sanitizer") or {}).items()}
+        sanitizer = ", ".join(f"{tool} {count}" for tool, count in findings.items())
+        told.append(
+            f"- {of['device']}, {of['date']}, commit {commit(of)}: {count}{reached}"
+            + (f"; findings of compute-sanitizer: {sanitizer}" if findings else "")
+            + f" ([{file}](../bench/results/{file}))"
+        )
+    return told
+
+
+def rows_table(rows: list[Row]) -> str:
+    arms = arms_of(rows)
+    head = ["case", "layout", "rung", "MiB", "floor", *arms, *(f"error {arm}" for arm in arms), "run"]
+    lines = [
+        [row.case, row.data["layout"], rung_of(row), figure_of(row.mib), format_us(row.data["floor_us"]),
+         *(time_of(row, arm) for arm in arms), *(error_of(row, arm) for arm in arms), row.run.number]
+        for row in rows
+    ]  # fmt: skip
+    return table(head, lines, 3)
+
+
+def runs_told(rows: list[Row]) -> str:
+    """Device, date and commit of each run that the rows are of."""
+    runs = {row.run.number: row.run for row in rows}
+    return "Run " + "; run ".join(
+        f"{runs[number].number}: {runs[number].told}" for number in sorted(runs, key=int)
+    )
+
+
+def errors_told(rows: list[Row]) -> list[str]:
+    """Where less than all groups were compared with float64."""
+    parts: dict[str, list[str]] = {}
+    for row in rows:
+        parts.setdefault(row.data["errors_of"], []).append(row.case)
+    return [f"Errors of {', '.join(cases)}: {part}." for part, cases in parts.items() if part != "all groups"]
+
+
+def section(results: Results, of_table: tuple[str, str, str], figures: list[Figure]) -> str:
+    device, dtype, chosen = of_table
+    rows = results.of_table(of_table)
+    title = f"{device}, {dtype}, activation {chosen}"
+    parts = [f"## {title}", runs_told(rows) + ".", "\n".join(f"- {text}" for text in outcome(rows))]
+    parts += [
+        f"![{figure.title}](performance/{figure.name}.png)" for figure in figures if figure.table == of_table
+    ]
+    for which in PASSES:
+        of_pass = [row for row in rows if row.data["pass"] == which]
+        if of_pass:
+            told = " ".join([runs_told(of_pass) + ".", *errors_told(of_pass)])
+            parts += [f"### {PASS_NAMES[which].capitalize()}: {title}", told, rows_table(of_pass)]
+    return "\n\n".join(filter(None, parts))
+
+
+def page(results: Results, figures: list[Figure]) -> str:
+    """docs/performance.md."""
+    parts = [INTRODUCTION.rstrip(), "## Runs, and how to repeat them", runs_table(results), repeat(results)]
+    if results.tests:
+        parts += ["Tests on a GPU (`make test-gpu`):", "\n".join(tests_told(results))]
+    if results.others:
+        parts.append("Also in `bench/results`, not on this page: " + ", ".join(results.others) + ".")
+    parts += [section(results, of_table, figures) for of_table in results.tables]
+    return "\n\n".join(parts) + "\n"
+
+
+def best_peer(rows: list[Row]) -> tuple[str, str]:
+    """Ours over the floor, and what the fastest peer takes against it, of at most one row."""
+    if not rows or OURS not in rows[0].times:
+        return "–", "–"
+    row = rows[0]
+    floor = figure_of(1 / row.share(OURS)) + ("" if row.rung == "native" else f" ({row.rung})")
+    if not row.peers:
+        return floor, "–"
+    peer = min(row.peers, key=row.peers.get)
+    ratio = row.peers[peer] / row.times[OURS]
+    text = f"{figure_of(ratio)} ({peer})"
+    return floor, f"**{text}**" if ratio < 1 else text
+
+
+def readme_table(results: Results) -> str:
+    """README's table and the sentences under it, of each device."""
+    parts = []
+    for of_table in results.tables:
+        _, dtype, chosen = of_table
+        if (dtype, chosen) != (README_DTYPE, README_SET):
+            continue
+        rows = results.of_table(of_table)
+        lines = []
+        for case in REPRESENTATIVE:
+            of_case = [row for row in rows if row.case == case]
+            if of_case:
+                cells = [best_peer([row for row in of_case if row.data["pass"] == which]) for which in PASSES]
+                lines.append(
+                    (case, of_case[0].data["layout"], figure_of(of_case[0].mib), *cells[0], *cells[1])
+                )
+        told = "; ".join(dict.fromkeys(row.run.told for row in rows))
+        head = ["case", "layout", "MiB"]
+        head += [
+            f"{name}, {what}" for name in PASS_NAMES.values() for what in ("ours / floor", "best peer / ours")
+        ]
+        parts += [
+            f"{dtype}, cold L2; {told}. *Floor*: the time of the least bytes at the copy rate. *Best peer*: "
+            "the fastest one's time over ours; bold where it is faster than ours.",
+            table(head, lines, 2),
+            "\n".join(f"- {text}" for text in outcome(rows)),
+        ]
+    return "\n\n".join(parts)

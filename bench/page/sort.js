@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// A column of words sorts by its text, one of numbers by data-value; rows without a number come last.
+document.querySelectorAll("th button").forEach(function (button) {
+  button.addEventListener("click", function () {
+    var head = button.parentNode, body = document.querySelector("tbody");
+    var down = head.getAttribute("aria-sort") === "ascending";
+    document.querySelectorAll("th").forEach(function (other) { other.removeAttribute("aria-sort"); });
+    head.setAttribute("aria-sort", down ? "descending" : "ascending");
+    function key(row) {
+      var cell = row.cells[head.cellIndex], text = cell.getAttribute("data-value");
+      return head.className === "word" ? cell.textContent : text === null ? NaN : Number(text);
+    }
+    function order(a, b) {
+      var x = key(a), y = key(b);
+      if (x !== x || y !== y) { return Number(x !== x) - Number(y !== y); }
+      return (x > y ? 1 : y > x ? -1 : 0) * (down ? -1 : 1);
+    }
+    Array.from(body.rows).sort(order).forEach(function (row) { body.appendChild(row); });
+  });
+});
