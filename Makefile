@@ -121,7 +121,7 @@ bench: preflight-bench $(package)
 	@$(python) -m bench $(ARGS)
 
 # Reads files and draws: needs no package, so that a page can be made again where nothing can be built.
-report: $(demo_tools)
+report: preflight-report $(demo_tools)
 	@$(python) -m bench.page $(ARGS)
 
 clean:

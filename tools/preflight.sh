@@ -81,6 +81,7 @@ case $goal in
     need_compiler; need_cmake; need_python; need_python_headers
     # A machine without a registry may lack these: tests/run.py then counts what needs them as skipped.
     [ "$venv" = system ] || { need_googletest; need_clang_tools; } ;;
+  report) need_python ;;
   lint) need_compiler; need_cmake; need_python; need_clang_tools ;;
   format) need_python; tool clang-format clang-format ;;
   sanitize) need_compiler; need_cmake; need_googletest ;;
