@@ -55,6 +55,9 @@ KNOWN_BLOCKS = {
     ),
 }
 
+# The attribute of a parent that has what was fused in it, for the way back; convert.py writes and reads it.
+RECORDS = "fused_activations"
+
 # A fusion for each norm's id, or one sentence why there is none.
 Answers = dict[int, Fusion | str]
 

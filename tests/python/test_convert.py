@@ -333,6 +333,42 @@ def test_back_leaves_alone_an_activation_that_has_no_place():
     assert model[1].activation == "relu"
 
 
+def test_back_leaves_fused_what_is_put_together_from_copies():
+    model = convert_group_norm(filled(nn.Sequential(nn.GroupNorm(3, 3), nn.SiLU())))
+    other = nn.Sequential(*[copy.deepcopy(module) for module in model])
+    convert_group_norm(other, back=True)
+    assert notes(other) == {"0": "silu"}
+    assert torch.equal(other(IMAGE), model(IMAGE))
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda model: nn.Sequential(*model),
+        torch.fx.symbolic_trace,
+        lambda model: nn.Sequential(model, *model),
+    ],
+    ids=["of the same modules", "traced", "within one model"],
+)
+def test_back_leaves_fused_what_another_module_shares(share):
+    model = convert_group_norm(filled(nn.Sequential(nn.GroupNorm(1, 3), nn.SiLU())))
+    sharing = share(model)
+    before = model(IMAGE), sharing(IMAGE)
+    convert_group_norm(sharing, back=True)
+    assert notes(model) == {"0": "silu"}
+    torch.testing.assert_close((model(IMAGE), sharing(IMAGE)), before, atol=0, rtol=0)
+    convert_group_norm(model, back=True)
+    assert [type(module) for module in model] == [nn.GroupNorm, nn.SiLU]
+
+
+def test_back_leaves_fused_where_the_identity_is_gone():
+    model = convert_group_norm(filled(nn.Sequential(nn.GroupNorm(1, 3), nn.SiLU())))
+    identity, model[1] = model[1], nn.Conv2d(3, 3, 1)
+    assert notes(convert_group_norm(model, back=True)) == {"0": "silu"}
+    model[1] = identity
+    assert notes(convert_group_norm(model, back=True)) == {"0": "not converted"}
+
+
 # --- Wrapped models -------------------------------------------------------------------------------------
 
 
