@@ -144,18 +144,34 @@ def find_sites(model: nn.Module) -> list[Site]:
     norms = {name: module for name, module in model.named_modules() if _is_norm(module)}
     refusals = {id(module): _why_left_alone(module) for module in norms.values()}
     parents = _parents(model)
+    watched = {
+        child: f"the {type(module).__name__} around it has hooks"
+        for module in model.modules()
+        if fusion.has_forward_hooks(module)
+        for child in module.modules()
+    }
+    held = fusion.held_elsewhere(model)
     answers: fusion.Answers = {}
     fusible: dict[int, tuple[nn.Module, list[nn.Module]]] = {}
     for module in norms.values():
         above = parents.get(module, [])
         if fusion.has_hooks(module):
             answers[id(module)] = "the norm has hooks"
+        elif fusion.has_global_hooks():
+            answers[id(module)] = "hooks of all modules are registered"
+        elif module in watched:
+            answers[id(module)] = watched[module]
+        elif module in held:
+            answers[id(module)] = f"{held[module]} holds it too"
         elif len(above) != 1:
             answers[id(module)] = f"it is used at {len(above)} places" if above else "it is the model itself"
         elif refusals[id(module)] is None and _activation(module) == "none":
             fusible.setdefault(id(above[0]), (above[0], []))[1].append(module)
     for parent, children in fusible.values():
-        answers |= fusion.find(parent, children)
+        for norm, found in fusion.find(parent, children).items():
+            if isinstance(found, Fusion) and found.module in held:
+                found = f"{held[found.module]} holds the {type(found.module).__name__} that follows too"
+            answers[norm] = found
 
     sites = []
     for name, module in norms.items():
@@ -201,10 +217,9 @@ def _why_left_alone(module: nn.Module) -> str | None:
         return "it is parametrised: its weight or bias is no plain parameter"
     if cls not in STOCK:
         stock = next(base for base in cls.__mro__ if base in OURS)
-        for base in cls.__mro__[: cls.__mro__.index(stock)]:
-            for name, value in vars(base).items():
-                if name != "__init__" and (callable(value) or hasattr(value, "__get__")):
-                    return f"its class {cls.__name__} defines {name}"
+        name = fusion.defined_beyond(cls, stock)
+        if name is not None:
+            return f"its class {cls.__name__} defines {name}"
     if "forward" in vars(module):
         return "it has a forward of its own"
     if getattr(module, "track_running_stats", False):

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from types import CodeType, ModuleType
+from types import CodeType, MethodType, ModuleType
 from typing import Any
 
 from torch import fx, nn
@@ -70,7 +70,8 @@ def find(parent: nn.Module, norms: Iterable[nn.Module]) -> Answers:
     if "forward" in vars(parent):
         return _all(norms, f"the forward of this {cls.__name__} is overridden")
     if cls.forward is nn.Sequential.forward:
-        return _in_sequential(parent, norms)
+        name = defined_beyond(cls, nn.Sequential)
+        return _all(norms, f"{cls.__name__} defines {name}") if name else _in_sequential(parent, norms)
     if known is not None:
         return _in_known_block(parent, norms, known)
     return _in_traced(parent, norms)
@@ -87,15 +88,73 @@ def activation_name(module: nn.Module) -> tuple[str | None, str]:
         return None, f"the {type(module).__name__} that follows has a forward of its own"
     if has_hooks(module):
         return None, f"the {type(module).__name__} that follows has hooks"
+    if module._parameters or module._buffers or module._modules:
+        return None, f"the {type(module).__name__} that follows has parameters, buffers or modules"
     return name, ""
 
 
 def has_hooks(module: nn.Module) -> bool:
-    return any(name.endswith("_hooks") and hooks for name, hooks in vars(module).items())
+    return any(name.endswith("_hooks") and _foreign(hooks) for name, hooks in vars(module).items())
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    return bool(_foreign(module._forward_hooks) or _foreign(module._forward_pre_hooks))
+
+
+def has_global_hooks() -> bool:
+    """Whether a hook of every module is registered, forward or backward."""
+    kinds = ("forward", "forward_pre", "backward", "backward_pre")
+    return any(getattr(nn.modules.module, f"_global_{kind}_hooks") for kind in kinds)
+
+
+def _foreign(hooks: dict) -> list[Any]:
+    """A module's hooks without conversion's own and the report's, which change no norm's output."""
+    return [hook for hook in hooks.values() if getattr(hook, "__module__", None) != f"{__package__}.convert"]
+
+
+_UNREMARKABLE = {
+    "__init__",
+    "__doc__",
+    "__module__",
+    "__qualname__",
+    "__dict__",
+    "__weakref__",
+    "__annotations__",
+    "__annotate__",
+    "__annotate_func__",
+    "__annotations_cache__",
+    "__conditional_annotations__",
+    "__firstlineno__",
+    "__static_attributes__",
+}
+
+
+def defined_beyond(cls: type, base: type) -> str | None:
+    """A name that a subclass of `base`, or a class that it also inherits from, defines besides `__init__`."""
+    added = [other for other in cls.__mro__ if other not in base.__mro__]
+    return next((name for other in added for name in vars(other) if name not in _UNREMARKABLE), None)
 
 
 def _all(norms: list[nn.Module], reason: str) -> Answers:
     return {id(norm): reason for norm in norms}
+
+
+def held_elsewhere(model: nn.Module) -> dict[nn.Module, str]:
+    """Modules that an attribute in a model other than `_modules` holds, itself or in a container."""
+    holders: dict[nn.Module, str] = {}
+    for module in model.modules():
+        for name, attribute in vars(module).items():
+            if name in ("_modules", RECORDS):
+                continue
+            values, seen = [attribute], set()
+            for value in values:  # grows
+                if isinstance(value, nn.Module):
+                    holders.setdefault(value, f"{type(module).__name__}.{name}")
+                elif isinstance(value, (list, tuple, set, dict, MethodType)) and id(value) not in seen:
+                    seen.add(id(value))
+                    held = (value.__self__,) if isinstance(value, MethodType) else value
+                    values += [*value, *value.values()] if isinstance(value, dict) else held
+    return holders
 
 
 # --- nn.Sequential ----------------------------------------------------------------------------------------

@@ -160,6 +160,10 @@ def test_what_is_no_module_is_refused(function, model):
 
 
 class OnlyConstructor(nn.GroupNorm):
+    """Has nothing to lose."""
+
+    groups: int
+
     def __init__(self, channels):
         super().__init__(1, channels)
 
@@ -172,6 +176,18 @@ class OwnProperty(nn.GroupNorm):
     @eps.setter
     def eps(self, value):
         pass
+
+
+class OwnAttribute(nn.GroupNorm):
+    momentum = 0.5
+
+
+class Momentum:
+    momentum = 0.5
+
+
+class FromMixin(nn.InstanceNorm2d, Momentum):
+    pass
 
 
 def parametrized(norm: nn.Module) -> nn.Module:
@@ -206,6 +222,8 @@ def test_a_script_module_is_left_alone(compiler, back):
     [
         (lambda: OwnForward(1, 3), "its class OwnForward defines forward"),
         (lambda: OwnProperty(1, 3), "its class OwnProperty defines eps"),
+        (lambda: OwnAttribute(1, 3), "its class OwnAttribute defines momentum"),
+        (lambda: FromMixin(3), "its class FromMixin defines momentum"),
         (lambda: overridden(nn.GroupNorm(1, 3)), "it has a forward of its own"),
         (lambda: parametrized(nn.GroupNorm(1, 3)), PARAMETRISED),
         (lambda: prune.random_unstructured(nn.GroupNorm(1, 3), "bias", 1), PARAMETRISED),

@@ -126,6 +126,161 @@ def test_nothing_is_fused_where_there_are_hooks(register, place, reason):
     assert notes(model) == {"0": f"none: {reason}"}
 
 
+REGISTER = [nn.Module.register_forward_hook, nn.Module.register_forward_pre_hook]
+
+
+@pytest.mark.parametrize("register", REGISTER, ids=lambda r: r.__name__)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_nothing_is_fused_below_a_module_with_forward_hooks(register, depth):
+    block = nn.Sequential(nn.GroupNorm(1, 3), nn.ReLU())
+    model = nn.Sequential(nn.ModuleList([block]) if depth else block)
+    handle = register(block if depth == 0 else model, lambda *_: None)
+    convert_group_norm(model)
+    assert list(notes(model).values()) == ["none: the Sequential around it has hooks"]
+    handle.remove()
+    assert list(notes(model).values()) == ["none: relu can be fused"]
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_forward_pre_hook,
+        nn.modules.module.register_module_full_backward_hook,
+        nn.modules.module.register_module_full_backward_pre_hook,
+    ],
+    ids=lambda r: r.__name__,
+)
+def test_nothing_is_fused_while_all_modules_have_hooks(register):
+    model = nn.Sequential(nn.GroupNorm(1, 3), nn.ReLU())
+    handle = register(lambda *_: None)
+    try:
+        convert_group_norm(model)
+        assert notes(model) == {"0": "none: hooks of all modules are registered"}
+    finally:
+        handle.remove()
+    assert notes(model) == {"0": "none: relu can be fused"}
+
+
+def test_the_reports_own_hooks_do_not_prevent_fusion():
+    model = nn.Sequential(nn.GroupNorm(1, 3), nn.ReLU())
+    with steadynorm.report(model):
+        convert_group_norm(model)
+    assert notes(model) == {"0": "relu"}
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda module: [module],
+        lambda module: {"by name": (1, module)},
+        lambda module: {module},
+        lambda module: module.forward,
+    ],
+    ids=["list", "nested", "set", "method"],
+)
+def test_nothing_is_fused_that_an_attribute_holds(hold, place):
+    model = nn.Sequential(nn.Sequential(nn.GroupNorm(1, 3), nn.ReLU()), nn.Flatten())
+    model[1].kept = hold(model[0][place])
+    convert_group_norm(model)
+    what = "it" if place == 0 else "the ReLU that follows"
+    assert notes(model) == {"0.0": f"none: Flatten.kept holds {what} too"}
+    del model[1].kept
+    assert notes(model) == {"0.0": "none: relu can be fused"}
+
+
+def test_nothing_is_fused_that_a_bare_attribute_holds():
+    model = nn.Sequential(nn.GroupNorm(1, 3), nn.ReLU())
+    vars(model)["first"] = model[0]
+    assert notes(convert_group_norm(model)) == {"0": "none: Sequential.first holds it too"}
+
+
+def test_what_conversion_itself_holds_does_not_prevent_fusion():
+    relu = nn.ReLU()
+    model = convert_group_norm(nn.Sequential(nn.GroupNorm(1, 3), relu))
+    model.extend([nn.GroupNorm(3, 3), relu])
+    assert notes(convert_group_norm(model)) == {"0": "relu", "2": "relu"}
+
+
+def test_an_attribute_that_holds_itself_is_searched_once():
+    model = nn.Sequential(nn.GroupNorm(1, 3), nn.ReLU())
+    model.kept = []
+    model.kept.append(model.kept)
+    assert notes(convert_group_norm(model)) == {"0": "relu"}
+
+
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda act: act.register_parameter("scale", nn.Parameter(torch.ones(1))),
+        lambda act: act.register_buffer("seen", torch.ones(1)),
+        lambda act: act.add_module("child", nn.Linear(1, 1)),
+    ],
+    ids=["parameter", "buffer", "module"],
+)
+def test_an_activation_with_a_state_is_not_fused(give):
+    model = nn.Sequential(nn.GroupNorm(1, 3), nn.ReLU())
+    give(model[1])
+    keys = list(model.state_dict())
+    convert_group_norm(model)
+    assert list(model.state_dict()) == keys
+    assert notes(model) == {"0": "none: the ReLU that follows has parameters, buffers or modules"}
+
+
+class OnlyConstructor(nn.Sequential):
+    """Is an nn.Sequential."""
+
+    depth: int
+
+    def __init__(self):
+        super().__init__(nn.GroupNorm(1, 3), nn.ReLU())
+
+
+class Iterating(OnlyConstructor):
+    def __iter__(self):
+        return iter([*super().__iter__(), self[0]])
+
+
+class Calling(OnlyConstructor):
+    def __call__(self, x):
+        return self[0](super().__call__(x))
+
+
+class Selecting(OnlyConstructor):
+    def __getitem__(self, index):
+        return super().__getitem__(index)
+
+
+class Features:
+    def features(self, x):
+        return self[0](x)
+
+
+class WithMixin(OnlyConstructor, Features):
+    pass
+
+
+def test_a_sequential_with_only_a_constructor_of_its_own_is_one():
+    assert notes(convert_group_norm(OnlyConstructor())) == {"0": "relu"}
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"),
+    [
+        (Iterating, "__iter__"),
+        (Calling, "__call__"),
+        (Selecting, "__getitem__"),
+        (WithMixin, "features"),
+    ],
+)
+def test_a_sequential_that_defines_more_is_not_fused(cls, name):
+    model, stock = filled(cls()), filled(cls())
+    convert_group_norm(model)
+    assert notes(model) == {"0": f"none: {cls.__name__} defines {name}"}
+    assert_computes_the_same(model, stock, IMAGE)
+
+
 # --- What is fused by tracing ---------------------------------------------------------------------------
 
 
