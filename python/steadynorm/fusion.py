@@ -204,11 +204,36 @@ def _in_known_block(parent: nn.Module, norms: list[nn.Module], known: KnownBlock
 
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _CHANGES = {"STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_DEREF", "DELETE_ATTR", "DELETE_SUBSCR"}
-_HIDING = {"setattr", "delattr", "exec", "eval"}
+_HIDING = {"setattr", "delattr", "exec", "eval", "type"}
+
+
+class _Watched:
+    """An activation as a traced forward has it: its calls are traced, its other uses noted."""
+
+    def __init__(self, module: nn.Module, reads: dict[nn.Module, str]) -> None:
+        object.__setattr__(self, "_watched", (module, reads))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, _ = object.__getattribute__(self, "_watched")
+        return module(*args, **kwargs)
+
+    def __getattribute__(self, name: str) -> Any:
+        module, reads = object.__getattribute__(self, "_watched")
+        reads.setdefault(module, name)
+        return getattr(module, name)
 
 
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # else a forward that updates a buffer would do so while it is traced
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: dict[nn.Module, str] = {}  # what forward reads of an activation
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        value = super().getattr(attr, attr_val, parameter_proxy_cache)
+        watched = isinstance(value, nn.Module) and activation_name(value)[0] is not None
+        return _Watched(value, self.reads) if watched else value
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
@@ -219,7 +244,8 @@ def _in_traced(parent: nn.Module, norms: list[nn.Module]) -> Answers:
     if reason is not None:
         return _all(norms, reason)
     try:
-        graph = _Tracer().trace(parent)
+        tracer = _Tracer()
+        graph = tracer.trace(parent)
     except Exception as error:  # a forward may fail on a proxy in any way it likes
         return _all(norms, f"torch.fx can't trace {type(parent).__name__}.forward: {type(error).__name__}")
     calls: dict[int, list[fx.Node]] = {}
@@ -233,6 +259,9 @@ def _in_traced(parent: nn.Module, norms: list[nn.Module]) -> Answers:
         after = _what_follows(parent, calls.get(id(norm), []))
         if isinstance(after, str):
             answers[id(norm)] = after
+        elif after in tracer.reads:
+            read = f"reads {tracer.reads[after]} of the {type(after).__name__} that follows"
+            answers[id(norm)] = f"{type(parent).__name__}.forward {read}"
         else:
             followers.setdefault(id(after), (after, []))[1].append(norm)
     for activation, followed in followers.values():

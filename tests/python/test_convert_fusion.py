@@ -493,6 +493,32 @@ class Reflecting(Block):
         return x if self.training else 2 * x
 
 
+class ReadingAttribute(Block):
+    def forward(self, x):
+        return self.act(self.norm(x)) * (2 - self.act.inplace)
+
+
+class ReadingAlias(Block):
+    def forward(self, x):
+        act = self.act
+        return act(self.norm(x)) * (2 - act.inplace)
+
+
+class ReadingClass(Block):
+    def forward(self, x):
+        return self.act(self.norm(x)) * (1 + isinstance(self.act, nn.SiLU))
+
+
+class ReadingByName(Block):
+    def forward(self, x):
+        return self.act(self.norm(x)) * (2 - self.get_submodule("act").inplace)
+
+
+class ReadingType(Block):
+    def forward(self, x):
+        return self.act(self.norm(x)) * (1 + (type(self.act) is nn.SiLU))
+
+
 def closing(function):
     class Closing(Block):
         def forward(self, x):
@@ -543,6 +569,11 @@ class OfAChild(Block):
         (Importing, "Importing.forward imports, so that its trace is no proof"),
         (Setting, "Setting.forward uses setattr, which torch.fx does not see into"),
         (Reflecting, "Reflecting.forward uses branch, which torch.fx does not see into"),
+        (ReadingAttribute, "ReadingAttribute.forward reads inplace of the SiLU that follows"),
+        (ReadingAlias, "ReadingAlias.forward reads inplace of the SiLU that follows"),
+        (ReadingClass, "ReadingClass.forward reads __class__ of the SiLU that follows"),
+        (ReadingByName, "ReadingByName.forward reads __class__ of the SiLU that follows"),
+        (ReadingType, "ReadingType.forward uses type, which torch.fx does not see into"),
         (closing(helper), "Closing.forward uses function, which torch.fx does not see into"),
         (Untraceable, "torch.fx can't trace Untraceable.forward: RuntimeError"),
         (Uncalled, "Uncalled.forward does not call it"),
