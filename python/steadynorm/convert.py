@@ -41,7 +41,9 @@ def convert_group_norm(model: nn.Module, fuse_activations: bool = True, *, back:
             provably follows with nothing else reading in between: in an `nn.Sequential`, in a block of
             diffusers or MONAI that is known, or by the torch.fx graph of a forward without branches. An
             `nn.Identity` takes its place there; the same activation elsewhere stays. Never where the norm
-            is used at several places, or one of the two has hooks. Default: True.
+            is used at several places, the activation has parameters, buffers or modules, or another reader
+            may see the two: hooks on one of them or on all modules, forward hooks on a module around them,
+            an attribute that holds one of them besides the parent's child. Default: True.
         back (bool): the reverse: stock classes and the activations are put back where they were. A norm has
             no place to put its activation, and is left alone, where it was made with one, or the module that
             it was fused in is not part of `model` or shares it with another one. Default: False.
