@@ -81,3 +81,21 @@ def test_copies_work_and_convert_back_on_their_own(duplicate):
     assert other[1] is not relu
     assert notes(model) == {"0": "relu", "2": "relu"}
     torch.testing.assert_close(other(IMAGE), model(IMAGE), atol=1e-5, rtol=1e-5)
+
+
+class TwoNames(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.act = nn.GroupNorm(1, 3), nn.SiLU()
+        self.again = self.act
+
+    def forward(self, x):
+        return self.again(self.norm(self.act(self.norm(x))))
+
+
+def test_back_leaves_alone_what_took_one_of_two_places():
+    model = convert_group_norm(TwoNames())
+    assert type(model.act) is type(model.again) is nn.Identity
+    model.again = nn.Tanh()
+    assert notes(convert_group_norm(model, back=True)) == {"norm": "silu"}
+    assert type(model.again) is nn.Tanh
