@@ -41,9 +41,12 @@ def convert_group_norm(model: nn.Module, fuse_activations: bool = True, *, back:
             provably follows with nothing else reading in between: in an `nn.Sequential`, in a block of
             diffusers or MONAI that is known, or by the torch.fx graph of a forward without branches. An
             `nn.Identity` takes its place there; the same activation elsewhere stays. Never where the norm
-            is used at several places, or one of the two has hooks. Default: True.
-        back (bool): the reverse: stock classes and the activations are put back where they were. A norm that
-            was made with an activation has no place to put it, and is left alone. Default: False.
+            is used at several places, the activation has parameters, buffers or modules, or another reader
+            may see the two: hooks on one of them or on all modules, forward hooks on a module around them,
+            an attribute that holds one of them besides the parent's child. Default: True.
+        back (bool): the reverse: stock classes and the activations are put back where they were. A norm has
+            no place to put its activation, and is left alone, where it was made with one, or the module that
+            it was fused in is not part of `model` or shares it with another one. Default: False.
 
     Returns:
         torch.nn.Module: `model` itself.
@@ -142,24 +145,35 @@ class Site:
 def find_sites(model: nn.Module) -> list[Site]:
     norms = {name: module for name, module in model.named_modules() if _is_norm(module)}
     refusals = {id(module): _why_left_alone(module) for module in norms.values()}
-    parents: dict[int, list[nn.Module]] = {}
-    for parent in model.modules():
-        for child in parent._modules.values():
-            if child is not None and id(child) in refusals:
-                parents.setdefault(id(child), []).append(parent)
-
+    parents = _parents(model)
+    watched = {
+        child: f"the {type(module).__name__} around it has hooks"
+        for module in model.modules()
+        if fusion.has_forward_hooks(module)
+        for child in module.modules()
+    }
+    held = fusion.held_elsewhere(model)
     answers: fusion.Answers = {}
     fusible: dict[int, tuple[nn.Module, list[nn.Module]]] = {}
     for module in norms.values():
-        above = parents.get(id(module), [])
+        above = parents.get(module, [])
         if fusion.has_hooks(module):
             answers[id(module)] = "the norm has hooks"
+        elif fusion.has_global_hooks():
+            answers[id(module)] = "hooks of all modules are registered"
+        elif module in watched:
+            answers[id(module)] = watched[module]
+        elif module in held:
+            answers[id(module)] = f"{held[module]} holds it too"
         elif len(above) != 1:
             answers[id(module)] = f"it is used at {len(above)} places" if above else "it is the model itself"
         elif refusals[id(module)] is None and _activation(module) == "none":
             fusible.setdefault(id(above[0]), (above[0], []))[1].append(module)
     for parent, children in fusible.values():
-        answers |= fusion.find(parent, children)
+        for norm, found in fusion.find(parent, children).items():
+            if isinstance(found, Fusion) and found.module in held:
+                found = f"{held[found.module]} holds the {type(found.module).__name__} that follows too"
+            answers[norm] = found
 
     sites = []
     for name, module in norms.items():
@@ -169,6 +183,16 @@ def find_sites(model: nn.Module) -> list[Site]:
         fused = answer if isinstance(answer, Fusion) else None
         sites.append(Site(name, module, refusal, fused, answer if isinstance(answer, str) else None))
     return sites
+
+
+def _parents(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
+    """The module that has each one as a child, once for each place."""
+    parents: dict[nn.Module, list[nn.Module]] = {}
+    for parent in model.modules():
+        for child in parent._modules.values():
+            if child is not None:
+                parents.setdefault(child, []).append(parent)
+    return parents
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -195,10 +219,9 @@ def _why_left_alone(module: nn.Module) -> str | None:
         return "it is parametrised: its weight or bias is no plain parameter"
     if cls not in STOCK:
         stock = next(base for base in cls.__mro__ if base in OURS)
-        for base in cls.__mro__[: cls.__mro__.index(stock)]:
-            for name, value in vars(base).items():
-                if name != "__init__" and (callable(value) or hasattr(value, "__get__")):
-                    return f"its class {cls.__name__} defines {name}"
+        name = fusion.defined_beyond(cls, stock)
+        if name is not None:
+            return f"its class {cls.__name__} defines {name}"
     if "forward" in vars(module):
         return "it has a forward of its own"
     if getattr(module, "track_running_stats", False):
@@ -232,8 +255,6 @@ class ActivateArgument:
 
 def _fuse(found: Fusion) -> None:
     placeholder = nn.Identity().train(found.module.training)
-    # What `back` needs; in a tuple, since modules as such would be registered as children.
-    placeholder.fused = (found.module, found.norms)
     for place in found.places:
         found.parent._modules[place] = placeholder
     for norm in found.norms:
@@ -241,20 +262,32 @@ def _fuse(found: Fusion) -> None:
     if found.argument is not None:
         hook = ActivateArgument(found.module, *found.argument)
         found.parent.register_forward_pre_hook(hook, with_kwargs=True)
+    # For `back`. The parent has it, since copies and other models may come to hold the placeholder.
+    record = (placeholder, found.module, found.places, found.norms)
+    vars(found.parent).setdefault(fusion.RECORDS, []).append(record)
 
 
 def _unfuse(model: nn.Module) -> None:
+    parents = _parents(model)
     for parent in list(model.modules()):
-        for place, child in parent._modules.items():
-            if type(child) is nn.Identity and "fused" in vars(child):
-                activation, norms = child.fused
-                activation.training = child.training
-                parent._modules[place] = activation
-                for norm in norms:
-                    vars(norm).pop("activation", None)
-        for key, hook in list(parent._forward_pre_hooks.items()):
-            if isinstance(hook, ActivateArgument):
-                del parent._forward_pre_hooks[key], parent._forward_pre_hooks_with_kwargs[key]
+        kept = []
+        for record in vars(parent).pop(fusion.RECORDS, []):
+            placeholder, activation, places, norms = record
+            at_places = all(parent._modules.get(place) is placeholder for place in places)
+            if not at_places or any(
+                {*parents.get(module, [])} != {parent} for module in (placeholder, *norms)
+            ):
+                kept.append(record)
+                continue
+            activation.training = placeholder.training
+            parent._modules.update(dict.fromkeys(places, activation))
+            for norm in norms:
+                vars(norm).pop("activation", None)
+            for key, hook in list(parent._forward_pre_hooks.items()):
+                if isinstance(hook, ActivateArgument) and hook.activation is activation:
+                    del parent._forward_pre_hooks[key], parent._forward_pre_hooks_with_kwargs[key]
+        if kept:
+            vars(parent)[fusion.RECORDS] = kept
 
 
 # --- Report ---------------------------------------------------------------------------------------------

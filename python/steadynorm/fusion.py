@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from types import CodeType, ModuleType
+from types import CodeType, MethodType, ModuleType
 from typing import Any
 
 from torch import fx, nn
@@ -55,6 +55,9 @@ KNOWN_BLOCKS = {
     ),
 }
 
+# The attribute of a parent that has what was fused in it, for the way back; convert.py writes and reads it.
+RECORDS = "fused_activations"
+
 # A fusion for each norm's id, or one sentence why there is none.
 Answers = dict[int, Fusion | str]
 
@@ -67,7 +70,8 @@ def find(parent: nn.Module, norms: Iterable[nn.Module]) -> Answers:
     if "forward" in vars(parent):
         return _all(norms, f"the forward of this {cls.__name__} is overridden")
     if cls.forward is nn.Sequential.forward:
-        return _in_sequential(parent, norms)
+        name = defined_beyond(cls, nn.Sequential)
+        return _all(norms, f"{cls.__name__} defines {name}") if name else _in_sequential(parent, norms)
     if known is not None:
         return _in_known_block(parent, norms, known)
     return _in_traced(parent, norms)
@@ -84,15 +88,73 @@ def activation_name(module: nn.Module) -> tuple[str | None, str]:
         return None, f"the {type(module).__name__} that follows has a forward of its own"
     if has_hooks(module):
         return None, f"the {type(module).__name__} that follows has hooks"
+    if module._parameters or module._buffers or module._modules:
+        return None, f"the {type(module).__name__} that follows has parameters, buffers or modules"
     return name, ""
 
 
 def has_hooks(module: nn.Module) -> bool:
-    return any(name.endswith("_hooks") and hooks for name, hooks in vars(module).items())
+    return any(name.endswith("_hooks") and _foreign(hooks) for name, hooks in vars(module).items())
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    return bool(_foreign(module._forward_hooks) or _foreign(module._forward_pre_hooks))
+
+
+def has_global_hooks() -> bool:
+    """Whether a hook of every module is registered, forward or backward."""
+    kinds = ("forward", "forward_pre", "backward", "backward_pre")
+    return any(getattr(nn.modules.module, f"_global_{kind}_hooks") for kind in kinds)
+
+
+def _foreign(hooks: dict) -> list[Any]:
+    """A module's hooks without conversion's own and the report's, which change no norm's output."""
+    return [hook for hook in hooks.values() if getattr(hook, "__module__", None) != f"{__package__}.convert"]
+
+
+_UNREMARKABLE = {
+    "__init__",
+    "__doc__",
+    "__module__",
+    "__qualname__",
+    "__dict__",
+    "__weakref__",
+    "__annotations__",
+    "__annotate__",
+    "__annotate_func__",
+    "__annotations_cache__",
+    "__conditional_annotations__",
+    "__firstlineno__",
+    "__static_attributes__",
+}
+
+
+def defined_beyond(cls: type, base: type) -> str | None:
+    """A name that a subclass of `base`, or a class that it also inherits from, defines besides `__init__`."""
+    added = [other for other in cls.__mro__ if other not in base.__mro__]
+    return next((name for other in added for name in vars(other) if name not in _UNREMARKABLE), None)
 
 
 def _all(norms: list[nn.Module], reason: str) -> Answers:
     return {id(norm): reason for norm in norms}
+
+
+def held_elsewhere(model: nn.Module) -> dict[nn.Module, str]:
+    """Modules that an attribute in a model other than `_modules` holds, itself or in a container."""
+    holders: dict[nn.Module, str] = {}
+    for module in model.modules():
+        for name, attribute in vars(module).items():
+            if name in ("_modules", RECORDS):
+                continue
+            values, seen = [attribute], set()
+            for value in values:  # grows
+                if isinstance(value, nn.Module):
+                    holders.setdefault(value, f"{type(module).__name__}.{name}")
+                elif isinstance(value, (list, tuple, set, dict, MethodType)) and id(value) not in seen:
+                    seen.add(id(value))
+                    held = (value.__self__,) if isinstance(value, MethodType) else value
+                    values += [*value, *value.values()] if isinstance(value, dict) else held
+    return holders
 
 
 # --- nn.Sequential ----------------------------------------------------------------------------------------
@@ -142,11 +204,36 @@ def _in_known_block(parent: nn.Module, norms: list[nn.Module], known: KnownBlock
 
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _CHANGES = {"STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_DEREF", "DELETE_ATTR", "DELETE_SUBSCR"}
-_HIDING = {"setattr", "delattr", "exec", "eval"}
+_HIDING = {"setattr", "delattr", "exec", "eval", "type"}
+
+
+class _Watched:
+    """An activation as a traced forward has it: its calls are traced, its other uses noted."""
+
+    def __init__(self, module: nn.Module, reads: dict[nn.Module, str]) -> None:
+        object.__setattr__(self, "_watched", (module, reads))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, _ = object.__getattribute__(self, "_watched")
+        return module(*args, **kwargs)
+
+    def __getattribute__(self, name: str) -> Any:
+        module, reads = object.__getattribute__(self, "_watched")
+        reads.setdefault(module, name)
+        return getattr(module, name)
 
 
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # else a forward that updates a buffer would do so while it is traced
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: dict[nn.Module, str] = {}  # what forward reads of an activation
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        value = super().getattr(attr, attr_val, parameter_proxy_cache)
+        watched = isinstance(value, nn.Module) and activation_name(value)[0] is not None
+        return _Watched(value, self.reads) if watched else value
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
@@ -157,7 +244,8 @@ def _in_traced(parent: nn.Module, norms: list[nn.Module]) -> Answers:
     if reason is not None:
         return _all(norms, reason)
     try:
-        graph = _Tracer().trace(parent)
+        tracer = _Tracer()
+        graph = tracer.trace(parent)
     except Exception as error:  # a forward may fail on a proxy in any way it likes
         return _all(norms, f"torch.fx can't trace {type(parent).__name__}.forward: {type(error).__name__}")
     calls: dict[int, list[fx.Node]] = {}
@@ -171,6 +259,9 @@ def _in_traced(parent: nn.Module, norms: list[nn.Module]) -> Answers:
         after = _what_follows(parent, calls.get(id(norm), []))
         if isinstance(after, str):
             answers[id(norm)] = after
+        elif after in tracer.reads:
+            read = f"reads {tracer.reads[after]} of the {type(after).__name__} that follows"
+            answers[id(norm)] = f"{type(parent).__name__}.forward {read}"
         else:
             followers.setdefault(id(after), (after, []))[1].append(norm)
     for activation, followed in followers.values():

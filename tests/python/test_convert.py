@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""convert_group_norm: what is kept, what is left alone, InstanceNorm, the way back, wrapped models."""
+"""convert_group_norm: what is kept, what is left alone, InstanceNorm, wrapped models."""
 
 import copy
 import doctest
 import io
-import pickle
 
 import pytest
 import torch
@@ -125,20 +124,6 @@ def test_activations_are_fused_later_too():
     assert_computes_the_same(model, network(), IMAGE)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_work_and_convert_back_on_their_own(duplicate):
-    relu = nn.ReLU()
-    model = convert_group_norm(nn.Sequential(nn.GroupNorm(3, 3), relu, nn.GroupNorm(1, 3), relu))
-    other = duplicate(model)
-    assert torch.equal(other(IMAGE), model(IMAGE))
-    convert_group_norm(other, back=True)
-    assert type(other[1]) is nn.ReLU
-    assert other[1] is other[3]
-    assert other[1] is not relu
-    assert notes(model) == {"0": "relu", "2": "relu"}
-    torch.testing.assert_close(other(IMAGE), model(IMAGE), atol=1e-5, rtol=1e-5)
-
-
 def test_saved_whole_models_load():
     file = io.BytesIO()
     torch.save(convert_group_norm(network()), file)
@@ -160,6 +145,10 @@ def test_what_is_no_module_is_refused(function, model):
 
 
 class OnlyConstructor(nn.GroupNorm):
+    """Has nothing to lose."""
+
+    groups: int
+
     def __init__(self, channels):
         super().__init__(1, channels)
 
@@ -172,6 +161,18 @@ class OwnProperty(nn.GroupNorm):
     @eps.setter
     def eps(self, value):
         pass
+
+
+class OwnAttribute(nn.GroupNorm):
+    momentum = 0.5
+
+
+class Momentum:
+    momentum = 0.5
+
+
+class FromMixin(nn.InstanceNorm2d, Momentum):
+    pass
 
 
 def parametrized(norm: nn.Module) -> nn.Module:
@@ -206,6 +207,8 @@ def test_a_script_module_is_left_alone(compiler, back):
     [
         (lambda: OwnForward(1, 3), "its class OwnForward defines forward"),
         (lambda: OwnProperty(1, 3), "its class OwnProperty defines eps"),
+        (lambda: OwnAttribute(1, 3), "its class OwnAttribute defines momentum"),
+        (lambda: FromMixin(3), "its class FromMixin defines momentum"),
         (lambda: overridden(nn.GroupNorm(1, 3)), "it has a forward of its own"),
         (lambda: parametrized(nn.GroupNorm(1, 3)), PARAMETRISED),
         (lambda: prune.random_unstructured(nn.GroupNorm(1, 3), "bias", 1), PARAMETRISED),
@@ -309,28 +312,6 @@ def test_instance_norm_is_restored():
     assert type(model[0]) is not nn.InstanceNorm1d
     convert_group_norm(model, back=True)
     assert [(type(m), repr(m), list(vars(m))) for m in model.modules()] == before
-
-
-# --- The way back ---------------------------------------------------------------------------------------
-
-
-def test_back_restores_modules_and_activations():
-    model = network()
-    modules, before = dict(model.named_modules()), [(type(m), list(vars(m))) for m in model.modules()]
-    convert_group_norm(model).eval()
-    assert convert_group_norm(model, back=True) is model
-    assert dict(model.named_modules()) == modules
-    assert [(type(m), list(vars(m))) for m in model.modules()] == before
-    assert not any(m.training for m in model.modules())
-    assert notes(model) == {"1": "not converted", "4": "not converted"}
-
-
-def test_back_leaves_alone_an_activation_that_has_no_place():
-    model = nn.Sequential(steadynorm.GroupNorm(1, 3), steadynorm.GroupNorm(1, 3, activation="relu"))
-    convert_group_norm(model, back=True)
-    assert type(model[0]) is nn.GroupNorm
-    assert type(model[1]) is steadynorm.GroupNorm
-    assert model[1].activation == "relu"
 
 
 # --- Wrapped models -------------------------------------------------------------------------------------
