@@ -181,7 +181,7 @@ def plain(num_groups: int, eps: float, activation: str) -> tuple[int, float]:
 
 def check_groups(num_groups: int) -> int:
     """An int, or what Python takes for an index: neither a bool nor a tensor, which may be on a GPU."""
-    groups = _converted(num_groups, int, operator.index)
+    groups = _converted(num_groups, operator.index)
     if groups is None:
         _reject(f"num_groups must be an int, got {_shown(num_groups)}")
     if groups <= 0:
@@ -191,7 +191,7 @@ def check_groups(num_groups: int) -> int:
 
 def check_eps(eps: float) -> float:
     """A float, or what becomes one: neither a bool nor a tensor, whose gradient would be lost."""
-    number = _converted(eps, float, float)
+    number = _converted(eps, float)
     if number is None:
         _reject(f"eps must be a number, got {_shown(eps)}")
     if not 0 <= number < math.inf:
@@ -204,9 +204,7 @@ def check_activation(name: str) -> None:
         _reject(f"activation must be one of {', '.join(ACTIVATIONS)}, got {_shown(name)}")
 
 
-def _converted(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
-    if type(value) is kind:  # as a symbol in torch.compile is, which conversion would make a constant
-        return value
+def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
     if isinstance(value, (bool, str, bytes, bytearray, torch.Tensor)):  # float() would read the texts
         return None
     try:

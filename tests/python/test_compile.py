@@ -134,3 +134,9 @@ def test_the_memory_format_is_kept_without_our_operators(monkeypatch, dimensions
         assert layout_of(y) == layout_of(expected)
         torch.testing.assert_close(y, expected)
     assert layout_of(norm(one_sample)) == "channels_last" != layout_of(norm(every_second))
+
+    # What a convolution returns says of itself that it is not channels_last, if its sizes are symbols.
+    network = nn.Sequential({4: nn.Conv2d, 5: nn.Conv3d}[dimensions](8, 8, 3, padding=1), norm)
+    x = channels_last(normal(*shape))
+    compiled = torch.compile(network, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    assert layout_of(compiled(x)) == layout_of(network(x)) == "channels_last"
