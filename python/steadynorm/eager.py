@@ -9,9 +9,14 @@ far above the deviation.
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
+from torch.nn.parameter import UninitializedTensorMixin
 
 ACTIVATIONS = {
     "none": None,
@@ -35,7 +40,7 @@ def group_norm(
     check(input, num_groups, weight, bias, eps, activation, out_dtype)
     format = memory_format(input)
     x = input
-    if x.requires_grad and format != torch.contiguous_format:
+    if x.requires_grad and format != torch.contiguous_format and not _has_tangent(x):
         x = _GradientInFormat.apply(x, format)
     return formula(x, weight, bias, num_groups, eps, activation, out_dtype or input.dtype, format)
 
@@ -51,7 +56,9 @@ def formula(
     format: torch.memory_format,
 ) -> torch.Tensor:
     dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
-    x = input.to(dtype).contiguous(memory_format=format)
+    # Stock's forward mode fails for channels_last: "view size is not compatible".
+    within = format if forward_ad._current_level < 0 else torch.contiguous_format
+    x = input.to(dtype).contiguous(memory_format=within)
     w = None if weight is None else weight.to(dtype)
     b = None if bias is None else bias.to(dtype)
     if (w is None or w.dim() == 1) and (b is None or b.dim() == 1):
@@ -74,13 +81,21 @@ def formula(
 
 def memory_format(x: torch.Tensor) -> torch.memory_format:
     """The format of y and dx: the input's, contiguous for any other strides and for what is both."""
-    if x.is_contiguous():
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if last is None or x.is_contiguous():
         return torch.contiguous_format
-    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        return torch.channels_last
-    if x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
-        return torch.channels_last_3d
-    return torch.contiguous_format
+    # With symbolic sizes is_contiguous(channels_last) is false for what is (torch 2.11).
+    dense = _is_channels_last(x) if torch.compiler.is_compiling() else x.is_contiguous(memory_format=last)
+    return last if dense else torch.contiguous_format
+
+
+def _is_channels_last(x: torch.Tensor) -> bool:
+    expected = 1
+    for dim in (1, *range(x.dim() - 1, 1, -1), 0):
+        if x.stride(dim) != expected and x.size(dim) != 1:
+            return False
+        expected = expected * x.size(dim)
+    return True
 
 
 def check(
@@ -114,6 +129,7 @@ def check(
             continue
         if not isinstance(parameter, torch.Tensor):
             _reject(f"{name} must be a Tensor or None, got {type(parameter).__name__}")
+        _check_dense(name, parameter)
         shared = parameter.dim() == 1 and parameter.size(0) == C
         if not shared and not (parameter.dim() == 2 and parameter.size(0) == N and parameter.size(1) == C):
             sizes = list(parameter.shape)
@@ -138,10 +154,16 @@ def _check_dtype(name: str, dtype: torch.dtype) -> None:
 def check_input(input: torch.Tensor) -> None:
     if not isinstance(input, torch.Tensor):
         _reject(f"input must be a Tensor, got {type(input).__name__}")
-    if input.is_nested:
-        _reject("input must be a dense tensor, got a nested one")
-    if input.layout is not torch.strided:
-        _reject(f"input must be a dense tensor, got layout {_name(input.layout)}")
+    _check_dense("input", input)
+
+
+def _check_dense(name: str, tensor: torch.Tensor) -> None:
+    if isinstance(tensor, UninitializedTensorMixin):
+        _reject(f"{name} must be initialized, got an {type(tensor).__name__}")
+    if tensor.is_nested:
+        _reject(f"{name} must be a dense tensor, got a nested one")
+    if tensor.layout is not torch.strided:
+        _reject(f"{name} must be a dense tensor, got layout {_name(tensor.layout)}")
 
 
 def check_channels(input: torch.Tensor, channels: int) -> None:
@@ -151,28 +173,61 @@ def check_channels(input: torch.Tensor, channels: int) -> None:
         _reject(f"input must have the module's {channels} channels, got C={input.size(1)}")
 
 
-def check_groups(num_groups: int) -> None:
-    integer = isinstance(num_groups, (int, torch.SymInt)) or hasattr(num_groups, "__index__")
-    if not integer or isinstance(num_groups, bool):
-        _reject(f"num_groups must be an int, got {num_groups!r}")
-    if num_groups <= 0:
-        _reject(f"groups must be positive, got G={num_groups}")
+def plain(num_groups: int, eps: float, activation: str) -> tuple[int, float]:
+    """`num_groups` and `eps` of the types that the operator's schema names; all three are checked."""
+    check_activation(activation)
+    return check_groups(num_groups), check_eps(eps)
 
 
-def check_eps(eps: float) -> None:
-    if not isinstance(eps, (float, int, torch.SymFloat)) and not hasattr(eps, "__float__"):
-        _reject(f"eps must be a number, got {eps!r}")
-    if not 0 <= eps < math.inf:
-        _reject(f"eps must be finite and not negative, got eps={eps:g}")
+def check_groups(num_groups: int) -> int:
+    """An int, or what Python takes for an index: neither a bool nor a tensor, which may be on a GPU."""
+    groups = _converted(num_groups, operator.index)
+    if groups is None:
+        _reject(f"num_groups must be an int, got {_shown(num_groups)}")
+    if groups <= 0:
+        _reject(f"groups must be positive, got G={groups}")
+    return groups
+
+
+def check_eps(eps: float) -> float:
+    """A float, or what becomes one: neither a bool nor a tensor, whose gradient would be lost."""
+    number = _converted(eps, float)
+    if number is None:
+        _reject(f"eps must be a number, got {_shown(eps)}")
+    if not 0 <= number < math.inf:
+        _reject(f"eps must be finite and not negative, got eps={number:g}")
+    return number
 
 
 def check_activation(name: str) -> None:
     if not isinstance(name, str) or name not in ACTIVATIONS:
-        _reject(f"activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
+        _reject(f"activation must be one of {', '.join(ACTIVATIONS)}, got {_shown(name)}")
+
+
+def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (bool, str, bytes, bytearray, torch.Tensor)):  # float() would read the texts
+        return None
+    try:
+        return convert(value)
+    except OverflowError:  # an int beyond every float
+        return math.inf
+    except (TypeError, ValueError):
+        return None
+
+
+def _shown(value: Any) -> str:
+    return "a Tensor" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _has_tangent(x: torch.Tensor) -> bool:
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 class _GradientInFormat(torch.autograd.Function):
-    """Passes its input through; its gradient comes back in the input's memory format."""
+    """Passes its input through; its gradient comes back in the input's memory format.
+
+    Without a forward mode: torch.compile refuses a function that has one (torch 2.11).
+    """
 
     generate_vmap_rule = True
 

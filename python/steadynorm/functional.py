@@ -96,8 +96,6 @@ def group_norm(
             return handle_torch_function(group_norm, proxies, input, num_groups, **options)
     if not isinstance(input, torch.Tensor):
         eager.check_input(input)
-    if isinstance(num_groups, bool):  # the operator would take it for 0 or 1
-        eager.check_groups(num_groups)
     if out_dtype is MATCH_STOCK_DTYPE:
         out_dtype = _stock_dtype(input)
     elif out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype.is_floating_point):

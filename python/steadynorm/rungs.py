@@ -114,6 +114,9 @@ def serve(
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
     """One call, of a module or (None) of the function. `out_dtype` None means the input's."""
+    # The operator would take 2.9 in a tensor for 2, True for 1 and bytes for a str.
+    if type(num_groups) is not int or type(eps) is not float or type(activation) is not str:
+        num_groups, eps = eager.plain(num_groups, eps, activation)
     arguments = (input, num_groups, weight, bias, eps, activation, out_dtype)
     if torch.compiler.is_compiling():
         return _inlined(arguments)

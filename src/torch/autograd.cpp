@@ -35,6 +35,9 @@ const auto& backward_operator() {
 
 bool requires_grad(const OptionalTensor& tensor) { return present(tensor) && tensor->requires_grad(); }
 
+bool has_tangent(const Tensor& tensor) { return tensor.defined() && tensor._fw_grad(/*level=*/0).defined(); }
+bool has_tangent(const OptionalTensor& tensor) { return tensor && has_tangent(*tensor); }
+
 // Without an activation backward reads of the bias its shape and dtype alone. A weight that has both stands
 // in, so that the bias may change in place before backward, as with torch.nn.functional.group_norm.
 bool stands_in(const OptionalTensor& weight, const OptionalTensor& bias) {
@@ -92,7 +95,10 @@ struct GroupNormFunction : torch::autograd::Function<GroupNormFunction> {
     const auto activation = static_cast<Activation>(context->saved_data["activation"].toInt());
     const std::string_view name = to_string(activation);
     Tensor dx, dweight, dbias;
-    if (at::GradMode::is_enabled()) {
+    // The kernels have neither a gradient nor a tangent to give.
+    bool differentiated = at::GradMode::is_enabled() || has_tangent(grads[0]);
+    for (const Tensor& tensor : kept) differentiated = differentiated || has_tangent(tensor);
+    if (differentiated) {
       const Arguments a{input, weight, bias, channels_per_group, context->saved_data["eps"].toDouble(), name};
       std::tie(dx, dweight, dbias) = compose_backward(a, grads[0], Tensor(), wanted);
       if (dx.defined()) dx = dx.contiguous(format_of(input));
@@ -111,9 +117,6 @@ struct GroupNormFunction : torch::autograd::Function<GroupNormFunction> {
 bool under_functorch() {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
-
-bool has_tangent(const Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); }
-bool has_tangent(const OptionalTensor& tensor) { return present(tensor) && has_tangent(*tensor); }
 
 Tensor group_norm(const Tensor& input, std::int64_t num_groups, const OptionalTensor& weight,
                   const OptionalTensor& bias, double eps, std::string_view activation,

@@ -91,8 +91,8 @@ Tensor activate(const Tensor& z, Activation activation) {
       return z;
     case Activation::relu:
       return at::relu(z);
-    case Activation::silu:
-      return at::silu(z);
+    case Activation::silu:  // the backward of at::silu has no forward mode
+      return z * at::sigmoid(z);
     case Activation::gelu:
       return at::gelu(z, "none");
     case Activation::gelu_tanh:

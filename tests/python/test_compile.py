@@ -11,7 +11,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_fw_bw_and_get_code
 
 import steadynorm
-from helpers import channels_last, laid_out, layout_of, normal
+from helpers import channels_last, laid_out, layout_of, normal, use_rung
+from steadynorm import rungs
 
 SIZES = ((2, 3, 16, 24), (2, 3, 24, 32), (4, 3, 32, 16), (3, 3, 40, 48), (5, 3, 16, 56))
 # Whatever inductor's code runs on tensors: its own fused kernels, and the operators that it calls.
@@ -118,3 +119,24 @@ def test_autocast_inside_a_compiled_network_keeps_the_inputs_dtype():
     assert y.dtype == want.dtype == torch.bfloat16
     assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
     torch.testing.assert_close(y, want)
+
+
+@pytest.mark.parametrize(("dimensions", "dynamic"), [(4, False), (4, True), (5, True)])
+def test_the_memory_format_is_kept_without_our_operators(monkeypatch, dimensions, dynamic):
+    use_rung(rungs.EAGER, monkeypatch)
+    norm = steadynorm.GroupNorm(2, 8)
+    compiled = torch.compile(norm, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    shape = (4, 8, 6, 7) if dimensions == 4 else (4, 8, 6, 7, 5)
+    every_second = channels_last(normal(*shape))[::2]
+    one_sample = every_second[:1]  # dense, whatever the stride between samples
+    for x in (channels_last(normal(*shape)), normal(*shape), every_second, one_sample):
+        y, expected = compiled(x), norm(x)
+        assert layout_of(y) == layout_of(expected)
+        torch.testing.assert_close(y, expected)
+    assert layout_of(norm(one_sample)) == "channels_last" != layout_of(norm(every_second))
+
+    # What a convolution returns says of itself that it is not channels_last, if its sizes are symbols.
+    network = nn.Sequential({4: nn.Conv2d, 5: nn.Conv3d}[dimensions](8, 8, 3, padding=1), norm)
+    x = channels_last(normal(*shape))
+    compiled = torch.compile(network, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    assert layout_of(compiled(x)) == layout_of(network(x)) == "channels_last"

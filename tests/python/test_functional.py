@@ -3,11 +3,14 @@
 
 import doctest
 import warnings
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 
 import steadynorm
 from helpers import (
@@ -229,6 +232,7 @@ with warnings.catch_warnings():
     CSR = X[0].to_sparse_csr()
     NESTED = torch.nested.nested_tensor([torch.zeros(12, 3), torch.zeros(12, 2)])
     JAGGED = torch.nested.nested_tensor([torch.zeros(12, 3), torch.zeros(9, 3)], layout=torch.jagged)
+LAZY = torch.nn.UninitializedParameter()
 ERRORS = [
     ((torch.zeros(12), 3), {}, "group_norm: input must have at least 2 dimensions, got 1"),
     ((None, 3), {}, "group_norm: input must be a Tensor, got NoneType"),
@@ -249,6 +253,13 @@ ERRORS = [
     ((X, False), {}, "group_norm: num_groups must be an int, got False"),
     ((X, "3"), {}, "group_norm: num_groups must be an int, got '3'"),
     ((X, None), {}, "group_norm: num_groups must be an int, got None"),
+    ((X, np.bool_(True)), {}, f"group_norm: num_groups must be an int, got {np.bool_(True)!r}"),
+    ((X, np.float64(3)), {}, f"group_norm: num_groups must be an int, got {np.float64(3)!r}"),
+    *(
+        ((X, torch.tensor(bad)), {}, "group_norm: num_groups must be an int, got a Tensor")
+        for bad in (3, 2.5, [2.9], True, [2, 2])
+    ),
+    ((X, 10**30), {}, f"group_norm: channels must be divisible by groups, got C=12, G={10**30}"),
     ((X, 0), {}, "group_norm: groups must be positive, got G=0"),
     ((X, -2), {}, "group_norm: groups must be positive, got G=-2"),
     ((X, 5), {}, "group_norm: channels must be divisible by groups, got C=12, G=5"),
@@ -300,9 +311,28 @@ ERRORS = [
     ((X, 3, None, None, -1e-10), {}, "group_norm: eps must be finite and not negative, got eps=-1e-10"),
     ((X, 3, None, None, None), {}, "group_norm: eps must be a number, got None"),
     ((X, 3, None, None, "1e-5"), {}, "group_norm: eps must be a number, got '1e-5'"),
+    ((X, 3, None, None, b"1e-5"), {}, "group_norm: eps must be a number, got b'1e-5'"),
+    ((X, 3, None, None, True), {}, "group_norm: eps must be a number, got True"),
+    ((X, 3, None, None, 1j), {}, "group_norm: eps must be a number, got 1j"),
+    (
+        (X, 3, None, None, torch.tensor(1e-2, requires_grad=True)),
+        {},
+        "group_norm: eps must be a number, got a Tensor",
+    ),
+    ((X, 3, None, None, 10**400), {}, "group_norm: eps must be finite and not negative, got eps=inf"),
+    ((X, 3, None, None, -1), {}, "group_norm: eps must be finite and not negative, got eps=-1"),
     ((X, 3, None, None, float("inf")), {}, "group_norm: eps must be finite and not negative, got eps=inf"),
     ((X, 3, None, None, float("nan")), {}, "group_norm: eps must be finite and not negative, got eps=nan"),
     ((X, 3, [1.0] * 12), {}, "group_norm: weight must be a Tensor or None, got list"),
+    ((X, 3, W.to_sparse()), {}, "group_norm: weight must be a dense tensor, got layout sparse_coo"),
+    ((X, 3, W, W.to_sparse()), {}, "group_norm: bias must be a dense tensor, got layout sparse_coo"),
+    ((X, 3, W.to_mkldnn()), {}, "group_norm: weight must be a dense tensor, got layout _mkldnn"),
+    ((X, 3, NESTED), {}, "group_norm: weight must be a dense tensor, got a nested one"),
+    ((X, 3, W, JAGGED), {}, "group_norm: bias must be a dense tensor, got a nested one"),
+    *(
+        (arguments, {}, f"group_norm: {name} must be initialized, got an UninitializedParameter")
+        for name, arguments in (("input", (LAZY, 3)), ("weight", (X, 3, LAZY)), ("bias", (X, 3, None, LAZY)))
+    ),
     ((X, 3, None, 0.0), {}, "group_norm: bias must be a Tensor or None, got float"),
     *(
         (
@@ -310,7 +340,7 @@ ERRORS = [
             {"activation": bad},
             f"group_norm: activation must be one of none, relu, silu, gelu, gelu_tanh, got {bad!r}",
         )
-        for bad in ("", False, 0, ["relu"])
+        for bad in ("", False, 0, ["relu"], b"relu")
     ),
     (
         (X, 3),
@@ -346,6 +376,39 @@ def test_bad_input_is_one_sentence(rung, arguments, options, sentence):
         group_norm(*arguments, **options)
     assert str(raised.value) == sentence
     assert raised.value.__context__ is None or raised.value.__suppress_context__  # one sentence, not two
+
+
+def test_a_module_refuses_what_was_set_after_it_was_made(rung):
+    for name, bad, rule in (("num_groups", True, "an int"), ("eps", torch.tensor(1e-2), "a number")):
+        norm = module.GroupNorm(3, 12)
+        setattr(norm, name, bad)
+        with pytest.raises(ValueError, match=f"^group_norm: {name} must be {rule}, got "):
+            norm(X)
+
+
+def test_other_types_of_numbers_are_the_number(rung):
+    x = normal(2, 12, 3)
+    expected = group_norm(x, 3, eps=2.0)
+    for groups, eps in ((np.int64(3), 2.0), (np.array(3), 2), (3, np.float32(2)), (3, Fraction(2))):
+        assert torch.equal(group_norm(x, groups, eps=eps), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tracked", (False, True))
+def test_forward_mode(rung, layout, tracked):
+    x, direction = normal(2, 6, 4, 5, dtype=torch.float64), normal(2, 6, 4, 5, seed=1, dtype=torch.float64)
+    expected = torch.func.jvp(lambda x: F.silu(F.group_norm(x, 3)), (x,), (direction,))
+
+    def call(x):
+        return group_norm(x, 3, activation="silu")
+
+    laid = laid_out(x, layout).requires_grad_(tracked)
+    with forward_ad.dual_level():
+        y = forward_ad.unpack_dual(call(forward_ad.make_dual(laid, laid_out(direction, layout))))
+        assert layout_of(y.primal) == layout
+        torch.testing.assert_close(tuple(y), expected, check_stride=False)
+    got = torch.func.jvp(call, (laid,), (direction,))
+    torch.testing.assert_close(got, expected, check_stride=False)
 
 
 def test_one_value_per_group_raises_what_stock_raises(rung):

@@ -165,6 +165,48 @@ def test_dual_numbers_outside_functorch(which):
     torch.testing.assert_close(tuple(outputs[0]), tuple(outputs[1]))
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_tangent_that_meets_the_graph_in_backward(activation):
+    s = sample((2, 4, 3, 3), 2, last=True).requires_grad()
+    cubes = group_norm(s.x, 2, s.weight, s.bias, activation=activation).pow(3).sum()
+    with forward_ad.dual_level():
+        scale = forward_ad.make_dual(torch.tensor(2.0), torch.tensor(3.0))
+        gradients = torch.autograd.grad(cubes * scale, s.tensors())
+        for gradient in gradients:  # of scale * cubes: linear in the scale
+            primal, tangent = forward_ad.unpack_dual(gradient)
+            torch.testing.assert_close(tangent, 1.5 * primal)
+        assert gradients[0].stride() == s.x.stride()
+
+
+def test_tangent_of_a_saved_tensor_meets_backward():
+    x = sample((2, 4, 3, 3), 2).x.requires_grad_()
+    direction, dy = torch.randn_like(x), torch.randn_like(x)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, direction)
+        with forward_ad._set_fwd_grad_enabled(False):
+            y = group_norm(dual, 2)
+        (gradient,) = torch.autograd.grad(y, x, dy)
+        got = forward_ad.unpack_dual(gradient).tangent
+    (gradient,) = torch.autograd.grad(group_norm(x, 2), x, dy, create_graph=True)
+    torch.testing.assert_close(got, torch.autograd.grad(gradient, x, direction)[0])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_forward_mode_over_reverse(activation):
+    s = away_from_kink(sample((2, 4, 3, 3), 2), activation)
+    direction = torch.randn_like(s.x)
+
+    def energy(x):
+        return group_norm(x, 2, s.weight, s.bias, activation=activation).pow(3).sum()
+
+    x = s.x.requires_grad_()
+    with forward_ad.dual_level():
+        (gradient,) = torch.autograd.grad(energy(forward_ad.make_dual(x, direction)), x)
+        got = forward_ad.unpack_dual(gradient).tangent
+    (gradient,) = torch.autograd.grad(energy(x), x, create_graph=True)
+    torch.testing.assert_close(got, torch.autograd.grad(gradient, x, direction)[0])
+
+
 # --- the engine
 
 
