@@ -6,7 +6,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 
-import steadynorm  # noqa: F401  (loads the operators)
+import steadynorm
 from operator_samples import (
     ACTIVATIONS,
     PARAMETERS,
@@ -87,3 +87,32 @@ def test_compile_keeps_channels_last(dynamic):
     y = call(*s.tensors())
     y.float().square().sum().backward()
     assert y.stride() == s.x.stride() == s.x.grad.stride()
+
+
+@pytest.fixture(params=("native", "compiled", "eager"))
+def rung(request):
+    """Leaves one rung and eager PyTorch; all are on again afterwards."""
+    for name in ("native", "compiled"):
+        steadynorm.set_rung(name, name == request.param)
+    yield request.param
+    for name in ("native", "compiled"):
+        steadynorm.set_rung(name, True)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_autocast_keeps_dtype_and_format_on_every_rung(rung, dtype):
+    norm = steadynorm.GroupNorm(4, 16, activation="relu").to(DEVICE)
+    x = torch.randn(2, 16, 8, 8, 8, device=DEVICE, dtype=dtype)
+    x = x.to(memory_format=torch.channels_last_3d).requires_grad_()
+    with torch.autocast(DEVICE, dtype=dtype):
+        y = norm(x)
+        assert steadynorm.last_rung() == rung
+        function = steadynorm.group_norm(x, 4, norm.weight, norm.bias)
+        expected = torch.nn.functional.group_norm(x, 4, norm.weight, norm.bias)
+    assert function.dtype == expected.dtype == torch.float32
+    assert y.dtype == dtype and y.is_contiguous(memory_format=torch.channels_last_3d)
+    # One rounding of what fp32 gives, which the rungs have to a few of its own.
+    fp32 = torch.nn.functional.group_norm(x.detach().float(), 4).relu()
+    torch.testing.assert_close(y, fp32.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6, check_stride=False)
+    y.float().sum().backward()
+    assert x.grad.dtype == dtype and x.grad.is_contiguous(memory_format=torch.channels_last_3d)
