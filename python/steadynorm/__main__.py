@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from . import __version__, _native, accuracy, functional, rungs
+from . import __version__, _native, accuracy, bench, functional, rungs
 from .accuracy import Measurement
 
 OUTPUTS = ("y", "dx", "dweight", "dbias", "rounding")
@@ -253,7 +253,7 @@ def print_row(widths: tuple[int, ...], *cells: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m steadynorm", description="GroupNorm: what is built, is it right here"
+        prog="python -m steadynorm", description="GroupNorm: what is built, is it right here, is it fast here"
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="versions, the native library, and what serves each device")
@@ -265,6 +265,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     checker.add_argument("--seed", type=int, default=0, metavar="N", help="of the random data (default 0)")
     checker.add_argument("--json", type=writable, metavar="FILE", help="write every result there too")
+    # Its options belong to the benchmark named after it.
+    commands.add_parser("bench", help="measure the speed: shapes, step, inference", add_help=False)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["bench"]:
+        return bench.main(arguments[1:])
     options = parser.parse_args(arguments)
     return info() if options.command == "info" else check(options.device, options.seed, options.json)
 
