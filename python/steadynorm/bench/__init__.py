@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m steadynorm bench`: is it fast here. One module a benchmark, each with `main(arguments) -> exit status`."""
+"""`python -m steadynorm bench`: is it fast here. A module a benchmark, each with `main(arguments) -> status`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ BENCHMARKS = {
 
 
 def main(arguments: list[str]) -> int:
-    """`shapes` where no benchmark is named: `bench --shape 2,320,128,128` is `bench shapes --shape 2,320,128,128`."""
+    """Runs the benchmark that the first argument names, `shapes` where it names none."""
     name, *rest = arguments if arguments and arguments[0] in BENCHMARKS else ["shapes", *arguments]
     return importlib.import_module(f"{__name__}.{name}").main(rest)
