@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m steadynorm bench`: is it fast here. A module a benchmark, each with `main(arguments) -> status`."""
+"""`python -m steadynorm bench`: is it fast here. A module a benchmark, each with `main(arguments)`."""
 
 from __future__ import annotations
 
