@@ -103,11 +103,6 @@ __device__ void group_mean(const BackwardCall& call, std::int64_t block, int seg
   call.means[group] = float2{means.dz, means.dz_normalized};
 }
 
-__device__ __forceinline__ void store_parameter(void* to, DType dtype, std::int64_t i, float value) {
-  const float values[1] = {value};
-  store<1>(to, dtype, i, values, false, 1);
-}
-
 // [C]: blocks of 32 samples, each from 0 in order; then the blocks in order.
 __device__ void sum_over_samples(const BackwardCall& call, std::int64_t block, bool weight, bool bias) {
   __shared__ ChannelSums blocks[kGradientLanes][kGradientChannels];
@@ -136,11 +131,6 @@ __device__ void sum_over_samples(const BackwardCall& call, std::int64_t block, b
   if (weight) store_parameter(call.dweight, call.weight.dtype, c, static_cast<float>(total.dz_normalized));
   if (bias) store_parameter(call.dbias, call.bias.dtype, c, static_cast<float>(total.dz));
 }
-
-struct Wanted {
-  bool weight_rows, bias_rows;  // [N, C]: the rows are the gradient
-  bool weight_sums, bias_sums;  // [C]
-};
 
 // All of the above for one group of every sample by one block, in one launch: where there is little of it.
 __global__ void __launch_bounds__(kRowThreads)
@@ -213,19 +203,8 @@ __global__ void __launch_bounds__(kChannelThreads)
   if (roles.bias_rows) store_parameter(call.dbias, call.bias.dtype, i, row.x);
 }
 
-Wanted wanted_of(const BackwardCall& call) {
-  const bool per_sample_weight = call.weight.sample_stride != 0,
-             per_sample_bias = call.bias.sample_stride != 0;
-  Wanted wanted;
-  wanted.weight_rows = call.dweight != nullptr && per_sample_weight;
-  wanted.weight_sums = call.dweight != nullptr && !per_sample_weight;
-  wanted.bias_rows = call.dbias != nullptr && per_sample_bias;
-  wanted.bias_sums = call.dbias != nullptr && !per_sample_bias;
-  return wanted;
-}
-
 cudaError_t launch_means_and_parameters(const BackwardCall& call, const Queue& queue) {
-  Roles roles{wanted_of(call), 0, 0, 0};
+  Roles roles{call.wanted(), 0, 0, 0};
   roles.segment = call.d.D > kChannelThreads ? kChannelThreads : power_of_two_from(call.d.D);
   if (call.dx != nullptr) roles.means = divide_up(call.d.N * call.d.G, kChannelThreads / roles.segment);
   if (roles.weight_sums || roles.bias_sums) roles.sums = divide_up(call.d.C, kGradientChannels);
@@ -238,10 +217,21 @@ cudaError_t launch_means_and_parameters(const BackwardCall& call, const Queue& q
 
 }  // namespace
 
+cudaError_t launch_parameters(const BackwardCall& call, const Queue& queue) {
+  Roles roles{};
+  roles.weight_sums = call.wanted().weight_sums;
+  roles.bias_sums = call.wanted().bias_sums;
+  if (roles.weight_sums || roles.bias_sums) roles.sums = divide_up(call.d.C, kGradientChannels);
+  Launch shape;
+  shape.blocks = roles.sums;
+  shape.threads_x = kChannelThreads;
+  return launch(means_and_parameters, shape, queue, call, roles);
+}
+
 cudaError_t launch_channels(const BackwardCall& call, const Plan& plan, Layout layout, const Queue& queue) {
   const bool contiguous = layout == Layout::contiguous;
   if (plan.rows_together)
-    return launch(rows_means_and_parameters, plan.rows, queue, call, contiguous, wanted_of(call));
+    return launch(rows_means_and_parameters, plan.rows, queue, call, contiguous, call.wanted());
   const cudaError_t error = launch(rows_of_units, plan.rows, queue, call, contiguous);
   return error != cudaSuccess ? error : launch_means_and_parameters(call, queue);
 }

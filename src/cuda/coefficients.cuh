@@ -36,6 +36,11 @@ __device__ __forceinline__ GroupMeans load_means(const BackwardCall& call, std::
   return {means.x, means.y};
 }
 
+__device__ __forceinline__ void store_parameter(void* to, DType dtype, std::int64_t i, float value) {
+  const float values[1] = {value};
+  store<1>(to, dtype, i, values, false, 1);
+}
+
 // What one channel of one sample needs to make z of x.
 struct Coefficients {
   Statistics statistics;

@@ -28,7 +28,19 @@ __device__ __forceinline__ void load_leaf_rows(Packed<T, kLaneWidth> (&raw)[kCou
   }
 }
 
-// What a lane adds of one block of a leaf: kRows rows of it, of `length` values.
+// What a lane adds of its rows of one block of a leaf, of `length` values, which lie at `block`.
+template <class T, int kRows, bool kFull>
+__device__ __forceinline__ PivotSums add_rows(const PivotSums& before, float pivot,
+                                              Packed<T, kLaneWidth> (&raw)[kRows], const T* block, int length,
+                                              int lane, int count) {
+  const int rest =
+      length - kLaneWidth * lane;  // a value is there when its offset in the lane's rows is below this
+  return add_lane_values<kRows, kLaneWidth, kFull>(
+      before, pivot, [&](int v, int j) { return raw[v][j]; },
+      [&](int v, int j) { return to_fp32(block[kLeafRow * v + kLaneWidth * lane + j]); },
+      [&](int v, int j) { return kFull || kLeafRow * v + j < rest; }, count, [&] { unpack_again(raw); });
+}
+
 template <class T, int kRows, bool kFull>
 __device__ __forceinline__ PivotSums add_block(const PivotSums& before, float& pivot, bool first,
                                                const T* block, int length, int lane, int count,
@@ -36,12 +48,7 @@ __device__ __forceinline__ PivotSums add_block(const PivotSums& before, float& p
   Packed<T, kLaneWidth> raw[kRows];
   load_leaf_rows<T, kRows>(raw, block, 0, length, lane, aligned);
   if (first) pivot = raw[0][0];
-  const int rest =
-      length - kLaneWidth * lane;  // a value is there when its offset in the lane's rows is below this
-  return add_lane_values<kRows, kLaneWidth, kFull>(
-      before, pivot, [&](int v, int j) { return raw[v][j]; },
-      [&](int v, int j) { return to_fp32(block[kLeafRow * v + kLaneWidth * lane + j]); },
-      [&](int v, int j) { return kFull || kLeafRow * v + j < rest; }, count, [&] { unpack_again(raw); });
+  return add_rows<T, kRows, kFull>(before, pivot, raw, block, length, lane, count);
 }
 
 // Moments of a leaf of `length` values by one warp; lane 0 gets them. The count is the length.

@@ -4,7 +4,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <array>
+#include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -52,6 +55,7 @@ DeviceInfo query(int device) {
   info.shared_per_sm = static_cast<std::size_t>(attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor));
   info.shared_per_block_optin = static_cast<std::size_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
   info.l2_bytes = static_cast<std::size_t>(attribute(cudaDevAttrL2CacheSize));
+  info.largest_cluster = info.major >= 9 ? largest_cluster_on_chip() : 1;
   return info;
 }
 
@@ -74,6 +78,11 @@ void describe(Call& call, const Problem& p, const void* x, const void* weight, c
 template <class T>
 T* at(void* workspace, std::size_t offset) {
   return reinterpret_cast<T*>(static_cast<char*>(workspace) + offset);
+}
+
+bool vectors_are_aligned(std::initializer_list<const void*> tensors) {
+  return std::all_of(tensors.begin(), tensors.end(),
+                     [](const void* p) { return reinterpret_cast<std::uintptr_t>(p) % 16 == 0; });
 }
 
 // Validates, and says where kernels go: the first waits for all that is on the stream, the next overlap the
@@ -141,6 +150,10 @@ void forward(const Plan& plan, const Problem& problem, const ForwardArguments& a
   describe(call, problem, a.x, a.weight, a.bias);
   call.y = a.y;
   call.statistics = call.statistics_out = a.statistics;
+  if (plan.forward_on_chip.cluster > 0 && vectors_are_aligned({a.x, a.y})) {
+    check(launch_forward_on_chip(call, plan, p.first), "the forward kernel");
+    return;
+  }
   call.roots = at<Node>(a.workspace, w.roots);
   call.folded = at<Moments>(a.workspace, w.folded);
   call.merge_roots = problem.layout == Layout::contiguous && apply_merges_contiguous(call);
@@ -197,6 +210,13 @@ void backward(const Plan& plan, const Problem& problem, const BackwardArguments&
   call.rows = at<float2>(a.workspace, w.rows);
   call.means = at<float2>(a.workspace, w.means);
   const bool parameters = call.dweight != nullptr || call.dbias != nullptr;
+  if (plan.backward_on_chip.cluster > 0 && a.dx != nullptr && vectors_are_aligned({a.x, a.dy, a.dx})) {
+    check(dispatch(problem.activation,
+                   [&](auto a) { return backward_on_chip_of<a()>(call, p.plan, p.first); }),
+          "the backward kernel");
+    if (problem.samples > 1) check(launch_parameters(call, p.next), "the kernel of the parameters");
+    return;
+  }
   if (problem.samples > 0) {
     if (call.dx == nullptr && !parameters) return;
     check(dispatch(problem.activation,

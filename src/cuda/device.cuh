@@ -40,18 +40,113 @@ cudaError_t launch(void (*kernel)(Parameters...), const Launch& shape, const Que
     if (error != cudaSuccess) return error;
   }
   cudaLaunchConfig_t config{};
-  cudaLaunchAttribute attribute{};
+  cudaLaunchAttribute attributes[2]{};
   config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
   config.blockDim = dim3(static_cast<unsigned>(shape.threads_x), static_cast<unsigned>(shape.threads_y));
   config.dynamicSmemBytes = static_cast<std::size_t>(shape.shared_bytes);
   config.stream = queue.stream;
+  config.attrs = attributes;
   if (queue.overlap) {
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+    if (shape.cluster > kPortableCluster) {
+      const cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+      if (error != cudaSuccess) return error;
+    }
   }
   return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+}
+
+// The most blocks of `threads` threads, a power of two up to kMaxCluster, that the current device can run as
+// one cluster.
+template <class... Parameters>
+int largest_cluster(void (*kernel)(Parameters...), int threads, int shared_bytes) {
+  int blocks = kMaxCluster;
+  for (; blocks > 1; blocks /= 2) {
+    cudaLaunchConfig_t config{};
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    if (blocks > kPortableCluster)
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    int clusters = 0;
+    if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess && clusters > 0) break;
+    cudaGetLastError();  // that it cannot is the answer
+  }
+  return blocks;
+}
+
+// ---- clusters of blocks ----
+// One message from each block of a cluster to all of them, itself included. At the same place of the dynamic
+// shared memory of every block. A message is written straight into the other block, and counted there: a
+// block that has got all of them may end, since nobody writes to it any more and what it wrote to others is
+// theirs to wait for.
+struct alignas(16) Mailbox {
+  double slots[kMaxCluster][4];  // three words each
+  std::uint64_t arrived;
+};
+
+// By all threads of every block, before anything else.
+__device__ __forceinline__ void open_mailbox(Mailbox& box, int blocks) {
+#if __CUDA_ARCH__ >= 900
+  if (threadIdx.x == 0) {
+    const std::uint32_t arrived = static_cast<std::uint32_t>(__cvta_generic_to_shared(&box.arrived));
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(arrived) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(arrived), "r"(24 * blocks)
+                 : "memory");
+  }
+  asm volatile("barrier.cluster.arrive;" ::: "memory");
+#endif
+}
+
+// By all threads of every block, before the first of them sends: every mailbox is open now.
+__device__ __forceinline__ void await_mailboxes() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait;" ::: "memory");
+#endif
+}
+
+// From block `from` to block `to`, by one thread.
+__device__ __forceinline__ void send_message(Mailbox& box, int from, int to, double a, double b, double c) {
+#if __CUDA_ARCH__ >= 900
+  std::uint32_t slot = static_cast<std::uint32_t>(__cvta_generic_to_shared(box.slots[from]));
+  std::uint32_t arrived = static_cast<std::uint32_t>(__cvta_generic_to_shared(&box.arrived));
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(slot) : "r"(to));
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(arrived) : "r"(to));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b64 [%0], {%1, %2}, [%3];" ::"r"(slot),
+               "l"(__double_as_longlong(a)), "l"(__double_as_longlong(b)), "r"(arrived)
+               : "memory");
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(slot + 16),
+               "l"(__double_as_longlong(c)), "r"(arrived)
+               : "memory");
+#endif
+}
+
+// Until the messages of all blocks are in the slots of this one.
+__device__ __forceinline__ void await_messages(Mailbox& box, [[maybe_unused]] int blocks) {
+#if __CUDA_ARCH__ >= 900
+  const std::uint32_t arrived = static_cast<std::uint32_t>(__cvta_generic_to_shared(&box.arrived));
+  std::uint32_t there = 0;
+  while (!there)
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+        : "=r"(there)
+        : "r"(arrived)
+        : "memory");
+#endif
 }
 
 // ---- threads of a block ----

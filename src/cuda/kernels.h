@@ -40,6 +40,12 @@ struct ForwardCall : Call {
   bool merge_roots = false;  // by the apply kernel, without launch_finalize
 };
 
+// Parameter gradients that are asked for.
+struct Wanted {
+  bool weight_rows, bias_rows;  // [N, C]: the rows are the gradient
+  bool weight_sums, bias_sums;  // [C]
+};
+
 struct BackwardCall : Call {
   const void* dy = nullptr;
   void* dx = nullptr;
@@ -48,6 +54,12 @@ struct BackwardCall : Call {
   float2* partials = nullptr;  // sums of the units; contiguous [N, C, units], channels_last [N, units, C]
   float2* rows = nullptr;      // [N, C]: sum dz, sum dz * normalized
   float2* means = nullptr;     // [N, G]
+
+  Wanted wanted() const {
+    const bool weight_rows = weight.sample_stride != 0, bias_rows = bias.sample_stride != 0;
+    return {dweight != nullptr && weight_rows, dbias != nullptr && bias_rows,
+            dweight != nullptr && !weight_rows, dbias != nullptr && !bias_rows};
+  }
 };
 
 // One kernel launch on a stream.
@@ -63,6 +75,14 @@ cudaError_t launch_statistics_of_moments(const Call&, const double* moments, flo
 bool apply_merges_contiguous(const ForwardCall&);
 cudaError_t launch_apply_contiguous(const ForwardCall&, const Plan&, const Queue&);
 cudaError_t launch_apply_channels_last(const ForwardCall&, const Plan&, const Queue&);
+
+// One launch for groups that stay on chip. Of [C] parameters backward writes the gradients of one sample; of
+// more it makes the rows, which launch_parameters sums.
+int largest_cluster_on_chip();  // of the current device
+cudaError_t launch_forward_on_chip(const ForwardCall&, const Plan&, const Queue&);
+template <Activation>
+cudaError_t backward_on_chip_of(const BackwardCall&, const Plan&, const Queue&);
+cudaError_t launch_parameters(const BackwardCall&, const Queue&);
 
 // Rows, group means and parameter gradients, of the units' sums.
 cudaError_t launch_channels(const BackwardCall&, const Plan&, Layout, const Queue&);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <numeric>
 #include <ostream>
+#include <utility>
 
 #include "cuda/work.h"
 
@@ -30,6 +31,7 @@ struct Choice {
   int sweep_columns = 64;  // at most, of a sweep
   int sweep_rows = 32;
   bool reverse = true;
+  int on_chip_warps = 4;  // of a block, at least, where a group has as many units; 0: none stays on chip
 };
 
 int vector_width(const Problem& p) { return 16 / static_cast<int>(size_of(p.x)); }
@@ -169,6 +171,45 @@ Launch launch_of(const Sweep& r, const Problem& p, int row_bytes) {
           r.columns * kColumnWidth * kCoefficientBytes};
 }
 
+// `items` of a group, of which `there` hold values: as few warps a block as one cluster allows, since small
+// blocks share an SM and wait for less. None where the absent ones would leave a fourth of the warps idle.
+OnChip choose_on_chip(std::int64_t items, std::int64_t there, int most_warps, const DeviceInfo& device,
+                      const Choice& choice) {
+  if (choice.on_chip_warps == 0) return {};
+  const int wanted = std::min(choice.on_chip_warps, most_warps);
+  int warps = static_cast<int>(std::min<std::int64_t>(wanted, power_of_two_from(items)));
+  while (warps < most_warps && divide_up(items, warps) > device.largest_cluster) warps *= 2;
+  const std::int64_t cluster = divide_up(items, warps);
+  if (cluster > device.largest_cluster || 4 * there < 3 * cluster * warps) return {};
+  return {static_cast<int>(cluster), warps};
+}
+
+// Groups whose units are whole micro-batches of a warp and whose vectors cross no channel.
+bool may_stay_on_chip(const Problem& p, const Tree& tree) {
+  const std::int64_t unit = tree.unit_positions * tree.unit_channels;
+  return p.layout == Layout::contiguous && p.positions % kLaneWidth == 0 && unit > kLeafRow &&
+         unit <= kLeafBlock && p.samples * p.groups * kMaxCluster <= kGridLimit;
+}
+
+void choose_on_chip(Plan& plan, const Problem& p, const Tree& tree, const DeviceInfo& device,
+                    const Choice& choice) {
+  if (!may_stay_on_chip(p, tree)) return;
+  const std::int64_t groups = p.samples * p.groups, D = tree.channels;
+  const auto launch_of = [&](const OnChip& chip) {
+    Launch l{groups * chip.cluster, chip.warps * kLanes};
+    l.cluster = std::max(1, chip.cluster);
+    return l;
+  };
+  plan.forward_on_chip =
+      choose_on_chip(padded_roots(tree), tree.roots(), kMaxOnChipWarps, device, choice);
+  plan.group = launch_of(plan.forward_on_chip);
+  if (p.positions <= kLeafRow) return;
+  const int most_warps = size_of(p.x) + size_of(p.y) > 4 ? kMaxOnChipWarps / 2 : kMaxOnChipWarps;
+  plan.backward_on_chip = choose_on_chip(D * power_of_two_from(tree.spatial_units), D * tree.spatial_units,
+                                         most_warps, device, choice);
+  plan.group_gradient = launch_of(plan.backward_on_chip);
+}
+
 Plan make_plan(const Problem& p, const DeviceInfo& device, const Choice& choice) {
   const Tree tree = tree_of(p);
   const Dimensions d = dimensions_of(p);
@@ -191,6 +232,7 @@ Plan make_plan(const Problem& p, const DeviceInfo& device, const Choice& choice)
     plan.statistics = launch_of(plan.columns, p, tree);
     plan.sums = launch_of(plan.sum_columns, p, tree);
   }
+  choose_on_chip(plan, p, tree, device, choice);
   plan.write = launch_of(plan.apply, p, 16);
   plan.input = launch_of(plan.gradient, p, 32);
   plan.unit_lanes = power_of_two_from(divide_up(tree.spatial_units, kUnitsOfThread));
@@ -232,9 +274,10 @@ std::vector<Plan> legal_plans(const Problem& problem, const DeviceInfo& device) 
     }
     if (std::find(plans.begin(), plans.end(), plan) == plans.end()) plans.push_back(plan);
   };
-  for (const int warps : {1, 2}) add({.warps = warps});
+  for (const int warps : {0, 1, 2, 8, 16}) add({.on_chip_warps = warps});
+  for (const int warps : {1, 2}) add({.warps = warps, .on_chip_warps = 0});
   for (const int leaves : {2, kFullLeaves})
-    for (const int warps : {2, kLeafWarps}) add({.warps = warps, .leaves = leaves});
+    for (const int warps : {2, kLeafWarps}) add({.warps = warps, .leaves = leaves, .on_chip_warps = 0});
   for (const int channels : {4, 32, 256})
     for (const int lanes : {4, 32})
       add({.column_channels = channels,
@@ -242,7 +285,8 @@ std::vector<Plan> legal_plans(const Problem& problem, const DeviceInfo& device) 
            .rows_together = lanes == 4 ? 0 : 64,
            .sweep_columns = 16,
            .sweep_rows = 4,
-           .reverse = false});
+           .reverse = false,
+           .on_chip_warps = 0});
   return plans;
 }
 
@@ -251,6 +295,10 @@ void require_legal(const Plan& plan, const DeviceInfo& device) {
     if (l.blocks > kGridLimit)
       throw Unsupported("group_norm: " + std::string(kernel) + " needs at most 2147483647 blocks, got " +
                         std::to_string(l.blocks));
+    if (l.cluster > device.largest_cluster)
+      throw Unsupported("group_norm: " + std::string(kernel) + " needs clusters of at most " +
+                        std::to_string(device.largest_cluster) + " blocks on this device, got " +
+                        std::to_string(l.cluster));
     if (l.threads() > 1024 || l.shared_bytes > static_cast<int>(device.shared_per_block_optin))
       throw Unsupported("group_norm: " + std::string(kernel) + " needs at most 1024 threads and " +
                         std::to_string(device.shared_per_block_optin) +
@@ -262,6 +310,8 @@ void require_legal(const Plan& plan, const DeviceInfo& device) {
   require("sums", plan.sums);
   require("rows", plan.rows);
   require("input gradient", plan.input);
+  require("forward on chip", plan.group);
+  require("backward on chip", plan.group_gradient);
 }
 
 std::ostream& operator<<(std::ostream& out, const Plan& p) {
@@ -273,6 +323,9 @@ std::ostream& operator<<(std::ostream& out, const Plan& p) {
   else
     out << "contiguous: " << p.runs.warps << " warps, " << p.runs.leaves_per_unit << " leaves a unit, "
         << p.runs.full_leaves << " full leaves a warp";
+  for (const auto& [name, chip] : {std::pair{"forward", p.forward_on_chip}, {"backward", p.backward_on_chip}})
+    if (chip.cluster > 0)
+      out << ", " << name << " on chip by " << chip.cluster << " blocks of " << chip.warps << " warps";
   return out << (p.overlap ? ", overlapped" : "") << "\n  statistics " << p.statistics << "\n  write "
              << p.write << "\n  sums " << p.sums << "\n  rows " << p.rows << "\n  input " << p.input << "\n";
 }

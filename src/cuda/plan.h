@@ -25,6 +25,7 @@ struct DeviceInfo {
   std::size_t shared_per_sm = 0;
   std::size_t shared_per_block_optin = 0;
   std::size_t l2_bytes = 0;
+  int largest_cluster = 1;  // blocks of 512 threads, a power of two
 
   bool operator==(const DeviceInfo&) const = default;
 };
@@ -33,6 +34,7 @@ struct Launch {
   std::int64_t blocks = 0;
   int threads_x = 1, threads_y = 1;
   int shared_bytes = 0;
+  int cluster = 1;  // blocks in a row that exchange messages; divides `blocks`
 
   int threads() const { return threads_x * threads_y; }
   bool operator==(const Launch&) const = default;
@@ -73,7 +75,18 @@ struct Sweep {
   bool operator==(const Sweep&) const = default;
 };
 
+// A group stays in the registers of the blocks of a cluster, or of one block: x, and dy, are read once. Each
+// warp keeps one unit, and a block an aligned part of the group's tree.
+struct OnChip {
+  int cluster = 0;  // blocks of a group; 0: no group stays
+  int warps = 0;    // of a block, a power of two
+
+  bool operator==(const OnChip&) const = default;
+};
+
 struct Plan {
+  // Where these serve, the sweeps serve only what is misaligned, or asks for parameter gradients alone.
+  OnChip forward_on_chip, backward_on_chip;
   Runs runs;        // contiguous: statistics
   Runs sum_runs;    // contiguous: backward sums, where a unit is never more than one channel
   Columns columns;  // channels_last: both
@@ -86,6 +99,7 @@ struct Plan {
 
   Launch statistics, finalize, write;  // forward; finalize may be preceded by folds, see fold_blocks()
   Launch sums, rows, input;            // backward
+  Launch group, group_gradient;        // on chip
 
   bool operator==(const Plan&) const = default;
 };
@@ -108,6 +122,9 @@ Tree tree_of(const Problem&);
 // power of two.
 std::int64_t padded_roots(const Tree&);
 
+constexpr int kPortableCluster = 8;  // blocks of a cluster on every device that has them
+constexpr int kMaxCluster = 16;
+constexpr int kMaxOnChipWarps = 16;
 constexpr int kFoldItems = 1024;  // nodes that a block merges
 constexpr int kFoldThreads = 256;
 constexpr int kLeafWarps = 4;        // contiguous: at most, of a block that reduces

@@ -83,6 +83,10 @@ struct ContiguousUnit {
   std::int64_t begin, length, root;
 };
 
+struct ChannelUnit {
+  std::int64_t row, begin, length;  // row = n * C + c
+};
+
 STEADYNORM_HD std::int64_t contiguous_units(const Dimensions& d) { return d.N * d.G * d.tree.roots(); }
 
 STEADYNORM_HD ContiguousUnit contiguous_unit(const Dimensions& d, std::int64_t index) {
@@ -96,14 +100,32 @@ STEADYNORM_HD ContiguousUnit contiguous_unit(const Dimensions& d, std::int64_t i
           group.quotient * t.roots() + unit * t.channel_units + channel.quotient};
 }
 
+// On chip: item `item` of a group's tree. Its channel units are padded to 2^channel_shift with absent ones;
+// length 0: it is absent.
+STEADYNORM_HD ContiguousUnit contiguous_item(const Dimensions& d, std::int64_t group, int item,
+                                             int channel_shift) {
+  const Tree& t = d.tree;
+  const int place = item >> channel_shift, channel = item - (place << channel_shift);
+  if (place >= t.spatial_units || channel >= t.channel_units) return {};
+  const std::int64_t first = t.channel_begin(channel), begin = t.unit_begin(place);
+  return {(group * d.D + first) * d.S + begin, (t.channel_end(channel) - first) * (t.unit_end(place) - begin),
+          group * t.roots() + place * t.channel_units + channel};
+}
+
+// Backward, on chip: item `item` of a group's channels, whose spatial units are padded to 2^spatial_shift with
+// absent ones; length 0: it is absent.
+STEADYNORM_HD ChannelUnit contiguous_sum_item(const Dimensions& d, std::int64_t group, int item,
+                                              int spatial_shift) {
+  const int channel = item >> spatial_shift, place = item - (channel << spatial_shift);
+  if (channel >= d.D || place >= d.tree.spatial_units) return {};
+  const std::int64_t row = group * d.D + channel, begin = d.tree.unit_begin(place);
+  return {row, row * d.S + begin, d.tree.unit_end(place) - begin};
+}
+
 // Backward sums, contiguous: one channel at a time. root = channel row * spatial units + spatial unit.
 STEADYNORM_HD std::int64_t contiguous_sum_units(const Dimensions& d) {
   return d.N * d.C * d.tree.spatial_units;
 }
-
-struct ChannelUnit {
-  std::int64_t row, begin, length;  // row = n * C + c
-};
 
 STEADYNORM_HD ChannelUnit contiguous_sum_unit(const Dimensions& d, std::int64_t index) {
   const Split row = split(index, d.by_spatial_units);

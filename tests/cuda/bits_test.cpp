@@ -21,7 +21,8 @@ std::vector<Problem> problems(std::uint64_t seed) {
   for (int i = 0; i < kProblems; ++i) list.push_back(random_problem(random, 30000));
   const std::int64_t sizes[][4] = {{1, 2, 1, 270001}, {2, 6, 2, 40003},  {3, 600, 2, 65},  {1, 40, 40, 3000},
                                    {70, 24, 3, 1},    {5, 514, 1, 7},    {33, 8, 4, 49},   {1, 64, 8, 4096},
-                                   {2, 320, 32, 256}, {1, 16, 2, 66000}, {1, 1300, 1, 64}, {2, 20, 2, 2048}};
+                                   {2, 320, 32, 256}, {1, 16, 2, 66000}, {1, 1300, 1, 64}, {2, 20, 2, 2048},
+                                   {2, 24, 2, 7000},  {1, 80, 2, 1728},  {3, 96, 3, 72},   {1, 4, 1, 65536}};
   for (const auto& size : sizes)
     for (const Layout layout : {Layout::contiguous, Layout::channels_last}) {
       Problem p = random_problem(random, 10);

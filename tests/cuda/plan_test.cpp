@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <map>
 #include <sstream>
 
@@ -19,7 +20,7 @@ using namespace cuda;
 
 DeviceInfo device(const char* name, int major, int sms, std::size_t shared_per_sm,
                   std::size_t shared_per_block) {
-  return {name, major, 0, sms, 2048, 65536, shared_per_sm, shared_per_block, std::size_t{50} << 20};
+  return {name, major, 0, sms, 2048, 65536, shared_per_sm, shared_per_block, std::size_t{50} << 20, major < 9 ? 1 : 16};
 }
 
 const DeviceInfo kDevices[] = {device("A100", 8, 108, 167936, 166912), device("H200", 9, 132, 233472, 232448),
@@ -106,6 +107,48 @@ void expect_contiguous_units_cover(const Problem& p, const Plan& plan) {
   EXPECT_EQ(next, p.elements()) << describe(p);
 }
 
+// On chip: the warps of a group's blocks cover its units once.
+template <class Item>
+void expect_items_cover(const Problem& p, const OnChip& chip, const Launch& launch, const Item& item,
+                        std::int64_t units) {
+  if (chip.cluster == 0) return;
+  const Dimensions d = dimensions_of(p);
+  EXPECT_EQ(chip.warps & (chip.warps - 1), 0) << describe(p);
+  EXPECT_EQ(launch.cluster, chip.cluster) << describe(p);
+  ASSERT_EQ(launch.blocks, d.N * d.G * chip.cluster) << describe(p);
+  std::map<std::int64_t, std::int64_t> parts;
+  for (const std::int64_t group : {std::int64_t{0}, d.N * d.G - 1}) {
+    parts.clear();
+    for (int i = 0; i < chip.cluster * chip.warps; ++i)
+      if (const auto unit = item(d, group, i); unit.length > 0) {
+        ASSERT_LE(unit.length, kLeafBlock) << describe(p);
+        ASSERT_EQ(unit.begin % kLaneWidth, 0) << describe(p);
+        parts[unit.begin] = unit.length;
+      }
+    EXPECT_EQ(static_cast<std::int64_t>(parts.size()), units) << describe(p);
+    std::int64_t next = group * d.D * d.S;
+    for (const auto& [begin, length] : parts) {
+      ASSERT_EQ(begin, next) << describe(p);
+      next += length;
+    }
+    EXPECT_EQ(next, (group + 1) * d.D * d.S) << describe(p);
+  }
+}
+
+void expect_on_chip_covers(const Problem& p, const Plan& plan) {
+  const Tree tree = tree_of(p);
+  const int channel_shift = std::countr_zero(static_cast<unsigned>(power_of_two_from(tree.channel_units)));
+  const int spatial_shift = std::countr_zero(static_cast<unsigned>(power_of_two_from(tree.spatial_units)));
+  expect_items_cover(
+      p, plan.forward_on_chip, plan.group,
+      [&](const Dimensions& d, std::int64_t g, int i) { return contiguous_item(d, g, i, channel_shift); },
+      tree.roots());
+  expect_items_cover(
+      p, plan.backward_on_chip, plan.group_gradient,
+      [&](const Dimensions& d, std::int64_t g, int i) { return contiguous_sum_item(d, g, i, spatial_shift); },
+      tree.channels * tree.spatial_units);
+}
+
 // channels_last: the slabs of a place cover its channels once, and no channel unit is cut.
 void expect_slabs_cover(const Problem& p, const Columns& columns, const Launch& launch, bool whole_units) {
   const Dimensions d = dimensions_of(p);
@@ -148,6 +191,7 @@ TEST(CudaPlan, CoversEveryUnitOnce) {
         expect_slabs_cover(p, plan.sum_columns, plan.sums, false);
       } else if (p.elements() < 20000000) {
         expect_contiguous_units_cover(p, plan);
+        expect_on_chip_covers(p, plan);
       }
       expect_sweep_covers(p, plan.apply, plan.write);
       expect_sweep_covers(p, plan.gradient, plan.input);

@@ -27,6 +27,8 @@ struct Fiber {
   bool done = false;
   bool at_barrier = false;
   bool at_shuffle = false;
+  std::function<bool()> condition;  // that it waits for
+  int block = 0;                    // of the cluster
   int step = 0;
   double value = 0, result = 0;
 };
@@ -34,6 +36,7 @@ struct Fiber {
 std::vector<std::unique_ptr<Fiber>> fibers;  // kept from block to block
 ucontext_t scheduler;
 Fiber* current = nullptr;
+std::vector<unsigned char*> memories;  // of the blocks of the cluster
 const std::function<void()>* body = nullptr;
 
 [[noreturn]] void fail(const char* what) {
@@ -50,36 +53,42 @@ void enter() {
 void suspend() { swapcontext(&current->context, &scheduler); }
 
 // A warp whose living lanes all wait at a shuffle goes on together.
-bool resolve_shuffles(int threads) {
+bool resolve_shuffles(std::size_t block_begin, int threads) {
   bool any = false;
-  for (int first = 0; first < threads; first += kWarp) {
-    const int lanes = threads - first < kWarp ? threads - first : kWarp;
+  for (int warp = 0; warp < threads; warp += kWarp) {
+    const int lanes = threads - warp < kWarp ? threads - warp : kWarp;
+    const std::size_t first = block_begin + static_cast<std::size_t>(warp);
     int waiting = 0, done = 0;
     for (int l = 0; l < lanes; ++l) {
-      waiting += fibers[static_cast<std::size_t>(first + l)]->at_shuffle;
-      done += fibers[static_cast<std::size_t>(first + l)]->done;
+      waiting += fibers[first + static_cast<std::size_t>(l)]->at_shuffle;
+      done += fibers[first + static_cast<std::size_t>(l)]->done;
     }
     if (waiting == 0) continue;
     if (done > 0 || lanes < kWarp) fail("a shuffle names lanes that have ended or do not exist");
     if (waiting < lanes) continue;
     for (int l = 0; l < lanes; ++l) {
-      Fiber& f = *fibers[static_cast<std::size_t>(first + l)];
-      if (f.step != fibers[static_cast<std::size_t>(first)]->step)
+      Fiber& f = *fibers[first + static_cast<std::size_t>(l)];
+      if (f.step != fibers[first]->step)
         fail("the lanes of a warp meet at different shuffles");
       const int from = l + f.step < lanes ? l + f.step : l;
-      f.result = fibers[static_cast<std::size_t>(first + from)]->value;
+      f.result = fibers[first + static_cast<std::size_t>(from)]->value;
     }
-    for (int l = 0; l < lanes; ++l) fibers[static_cast<std::size_t>(first + l)]->at_shuffle = false;
+    for (int l = 0; l < lanes; ++l) fibers[first + static_cast<std::size_t>(l)]->at_shuffle = false;
     any = true;
   }
   return any;
 }
 
-void run_block(int threads) {
-  for (int t = 0; t < threads; ++t) {
+// The blocks of a cluster, whose fibers are those of one block after the other.
+void run_cluster(int first_block, int blocks, int threads) {
+  const int all = blocks * threads;
+  for (int t = 0; t < all; ++t) {
     Fiber& f = *fibers[static_cast<std::size_t>(t)];
     f.done = f.at_barrier = f.at_shuffle = false;
-    f.index = {static_cast<unsigned>(t) % block_size.x, static_cast<unsigned>(t) / block_size.x};
+    f.condition = nullptr;
+    const unsigned place = static_cast<unsigned>(t % threads);
+    f.index = {place % block_size.x, place / block_size.x};
+    f.block = t / threads;
     getcontext(&f.context);
     f.context.uc_stack.ss_sp = f.stack.get();
     f.context.uc_stack.ss_size = kStackBytes;
@@ -87,24 +96,35 @@ void run_block(int threads) {
     makecontext(&f.context, enter, 0);
   }
   for (;;) {
-    int done = 0, barrier = 0;
-    for (int t = 0; t < threads; ++t) {
+    int done = 0;
+    bool moved = false;
+    for (int t = 0; t < all; ++t) {
       Fiber& f = *fibers[static_cast<std::size_t>(t)];
-      if (!f.done && !f.at_barrier && !f.at_shuffle) {
+      if (!f.done && !f.at_barrier && !f.at_shuffle && (!f.condition || f.condition())) {
+        f.condition = nullptr;
         current = &f;
         thread = f.index;
+        block = {static_cast<unsigned>(first_block + f.block), 0};
+        dynamic_memory = memories[static_cast<std::size_t>(f.block)];
         swapcontext(&scheduler, &f.context);
+        moved = true;
       }
       done += f.done;
-      barrier += f.at_barrier;
     }
-    if (done == threads) return;
-    const bool moved = resolve_shuffles(threads);
-    if (done + barrier == threads) {
-      for (int t = 0; t < threads; ++t) fibers[static_cast<std::size_t>(t)]->at_barrier = false;
-    } else if (!moved) {
-      fail("some threads wait at a barrier and others at a shuffle");
+    if (done == all) return;
+    for (int b = 0; b < blocks; ++b) {
+      const std::size_t first = static_cast<std::size_t>(b * threads);
+      moved |= resolve_shuffles(first, threads);
+      int waiting = 0, ended = 0;
+      for (int t = 0; t < threads; ++t) {
+        waiting += fibers[first + static_cast<std::size_t>(t)]->at_barrier;
+        ended += fibers[first + static_cast<std::size_t>(t)]->done;
+      }
+      if (waiting == 0 || waiting + ended < threads) continue;
+      for (int t = 0; t < threads; ++t) fibers[first + static_cast<std::size_t>(t)]->at_barrier = false;
+      moved = true;
     }
+    if (!moved) fail("all threads wait: at barriers, shuffles and messages that not all reach");
   }
 }
 
@@ -123,23 +143,34 @@ double shuffle_down(double value, int step) {
   return current->result;
 }
 
+void wait_until(const std::function<bool()>& condition) {
+  current->condition = condition;
+  suspend();
+}
+
+unsigned char* memory_of(int block_of_cluster) {
+  return memories.at(static_cast<std::size_t>(block_of_cluster));
+}
+
 void run(const Launch& shape, const std::function<void()>& kernel) {
   const int threads = shape.threads();
   if (threads < 1 || threads > 1024) fail("a block has 1 to 1024 threads");
-  while (fibers.size() < static_cast<std::size_t>(threads)) fibers.push_back(std::make_unique<Fiber>());
+  if (shape.cluster < 1 || shape.blocks % shape.cluster != 0) fail("clusters divide the grid");
+  while (fibers.size() < static_cast<std::size_t>(shape.cluster * threads))
+    fibers.push_back(std::make_unique<Fiber>());
   // Exactly as large as asked for, so that an address sanitizer sees what lies beyond; filled with NaN.
   const std::size_t bytes = static_cast<std::size_t>(shape.shared_bytes);
-  unsigned char* memory = static_cast<unsigned char*>(std::aligned_alloc(16, (bytes + 15) / 16 * 16));
-  dynamic_memory = memory;
+  memories.clear();
+  for (int b = 0; b < shape.cluster; ++b)
+    memories.push_back(static_cast<unsigned char*>(std::aligned_alloc(16, (bytes + 15) / 16 * 16)));
   body = &kernel;
   block_size = {static_cast<unsigned>(shape.threads_x), static_cast<unsigned>(shape.threads_y)};
   grid_size = {static_cast<unsigned>(shape.blocks), 1};
-  for (std::int64_t b = 0; b < shape.blocks; ++b) {
-    std::memset(memory, 0xff, bytes);
-    block = {static_cast<unsigned>(b), 0};
-    run_block(threads);
+  for (std::int64_t b = 0; b < shape.blocks; b += shape.cluster) {
+    for (unsigned char* memory : memories) std::memset(memory, 0xff, bytes);
+    run_cluster(static_cast<int>(b), shape.cluster, threads);
   }
-  std::free(memory);
+  for (unsigned char* memory : memories) std::free(memory);
 }
 
 }  // namespace steadynorm::cuda::emulation

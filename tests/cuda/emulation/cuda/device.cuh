@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// In the place of src/cuda/device.cuh: the same words, said to the host. Kernels run one block at a time,
-// each thread a fiber, so that barriers and shuffles meet as on a GPU; a barrier that not all reach is an
+// In the place of src/cuda/device.cuh: the same words, said to the host. Kernels run one block, or one cluster
+// of blocks, at a time, each thread a fiber, so that barriers and shuffles meet as on a GPU; a barrier that not all reach is an
 // error here. Timing, caches and memory ordering are not emulated.
 #pragma once
 
@@ -38,6 +38,8 @@ extern unsigned char* dynamic_memory;
 
 void barrier();                               // __syncthreads
 double shuffle_down(double value, int step);  // of the whole warp
+void wait_until(const std::function<bool()>& condition);
+unsigned char* memory_of(int block_of_cluster);  // the dynamic memory of another block of the cluster
 void run(const Launch&, const std::function<void()>& kernel);
 
 }  // namespace steadynorm::cuda::emulation
@@ -58,6 +60,39 @@ cudaError_t launch(void (*kernel)(Parameters...), const Launch& shape, const Que
                    const Arguments&... arguments) {
   emulation::run(shape, [&] { kernel(Parameters(arguments)...); });
   return cudaSuccess;
+}
+
+template <class... Parameters>
+int largest_cluster(void (*)(Parameters...), int, int) {
+  return kMaxCluster;
+}
+
+struct alignas(16) Mailbox {
+  double slots[kMaxCluster][4];
+  std::uint64_t arrived;
+};
+
+inline Mailbox& mailbox_of(Mailbox& box, int block) {
+  const auto offset = reinterpret_cast<unsigned char*>(&box) - emulation::dynamic_memory;
+  return *reinterpret_cast<Mailbox*>(emulation::memory_of(block) + offset);
+}
+
+inline void open_mailbox(Mailbox& box, int) {
+  if (threadIdx.x == 0) box.arrived = 0;
+}
+
+inline void await_mailboxes() {}  // no thread of a cluster goes on before all have opened theirs
+
+inline void send_message(Mailbox& box, int from, int to, double a, double b, double c) {
+  Mailbox& other = mailbox_of(box, to);
+  other.slots[from][0] = a;
+  other.slots[from][1] = b;
+  other.slots[from][2] = c;
+  ++other.arrived;
+}
+
+inline void await_messages(Mailbox& box, int blocks) {
+  emulation::wait_until([&box, blocks] { return box.arrived == static_cast<std::uint64_t>(blocks); });
 }
 
 template <class T>
