@@ -4,5 +4,7 @@
 import sys
 from pathlib import Path
 
-# The named cases, the float64 reference and the provenance are shared with the tests.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+# The named cases and the float64 reference are shared with the tests. Of the package provenance.py alone is
+# taken from here, as a file: the options, the list and the page need neither PyTorch nor a built package.
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "python" / "steadynorm" / "bench")]

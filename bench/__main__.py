@@ -104,12 +104,14 @@ def require_gpu() -> None:
     """Exits with status 2 and one sentence when nothing can be timed here."""
     try:
         import torch
-    except ImportError as error:
-        message = f"bench: needs PyTorch, got: {error}"
-    else:
+
         if torch.cuda.is_available():
+            import steadynorm  # noqa: F401
+
             return
         message = "bench: needs a CUDA GPU that PyTorch can use, got none (--list and --help work without)"
+    except ImportError as error:
+        message = f"bench: needs PyTorch and the installed package, got: {error}"
     print(message, file=sys.stderr)
     sys.exit(2)
 

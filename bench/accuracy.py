@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import bounds
 import torch
 
-from .arms import EPS, Operands
+from steadynorm.bench.arms import EPS, Operands
 
 PART_ELEMENTS = 1 << 25  # of x in one part; in float64 a part takes some twenty times 8 bytes an element
 WHOLE_BYTES = (

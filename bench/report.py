@@ -66,7 +66,7 @@ def table(rows: Iterable[dict], arms: list[str], order: list[str]) -> str:
         errors = ["error_y"] if which == "forward" else ["error_dx"]
         header = ["case", "MiB", *arms, "copy", "fastest"]
         header += [f"{key} {arm}" for key in errors for arm in arms]
-        header += ["rung", "regime"] if which == "forward" else [f"peak {arm}" for arm in arms]
+        header += ["rung"] if which == "forward" else [f"peak {arm}" for arm in arms]
         lines = [header]
         for row in members:
             found = row["arms"]
@@ -81,7 +81,7 @@ def table(rows: Iterable[dict], arms: list[str], order: list[str]) -> str:
             line += [f"{found.get(arm, {}).get(key, '-')}" for key in errors for arm in arms]
             ours = found.get("ours", {})
             if which == "forward":
-                line += [ours.get("rung", "-"), ours.get("regime", "-")]
+                line += [ours.get("rung", "-")]
             else:
                 line += [str(found.get(arm, {}).get("peak_mib", "-")) for arm in arms]
             lines.append(line)

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "cuda")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("python/steadynorm/bench", "tests/cuda")]
 
 import provenance  # noqa: E402
 

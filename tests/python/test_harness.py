@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "cuda")]
 import check_spills  # noqa: E402
 import reports  # noqa: E402
 from bench import report  # noqa: E402
-from support import provenance  # noqa: E402
+from steadynorm.bench import provenance  # noqa: E402
 from support.cases import read_cases  # noqa: E402
 
 GTEST = """{"tests": 4, "failures": 1, "testsuites": [{"name": "CudaForward", "testsuite": [

@@ -6,15 +6,29 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from cases import TORCH_NAMES, Case
+from .. import functional
+from ..eager import ACTIVATIONS
 
 EPS = 1e-5
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PEERS = ("eager", "inductor", "liger")
 ARMS = ("ours", *PEERS)
+
+
+class Case(Protocol):
+    """A named shape: [N, C, *], groups, and `contiguous` or `channels_last`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def layout(self) -> str: ...
 
 
 @dataclass
@@ -34,16 +48,16 @@ class Operands:
         return [self.x, self.weight, self.bias]
 
 
-def memory_format(case: Case) -> torch.memory_format:
-    if case.layout == "contiguous":
+def memory_format(layout: str, rank: int) -> torch.memory_format:
+    if layout == "contiguous":
         return torch.contiguous_format
-    return torch.channels_last if len(case.shape) == 4 else torch.channels_last_3d
+    return {4: torch.channels_last, 5: torch.channels_last_3d}[rank]
 
 
 def operands(case: Case, dtype: str, activation: str, device: str = "cuda") -> Operands:
     torch.manual_seed(0)
-    options = {"dtype": getattr(torch, TORCH_NAMES[dtype]), "device": device}
-    layout = memory_format(case)
+    options = {"dtype": DTYPES[dtype], "device": device}
+    layout = memory_format(case.layout, len(case.shape))
 
     def volume() -> torch.Tensor:
         return torch.empty(case.shape, memory_format=layout, **options).normal_()
@@ -54,12 +68,12 @@ def operands(case: Case, dtype: str, activation: str, device: str = "cuda") -> O
 
 def stock(x, groups, weight, bias, activation, layout):
     """PyTorch's own, with the activation after it and x's memory format restored."""
-    y = F.group_norm(x, groups, weight, bias, EPS)
-    if activation == "relu":
-        y = F.relu(y)
-    elif activation == "silu":
-        y = F.silu(y)
-    return y.contiguous(memory_format=layout)
+    return activated(F.group_norm(x, groups, weight, bias, EPS), activation).contiguous(memory_format=layout)
+
+
+def activated(z: torch.Tensor, activation: str) -> torch.Tensor:
+    function = ACTIVATIONS[activation]
+    return z if function is None else function(z)
 
 
 def _stock(o: Operands) -> torch.Tensor:
@@ -67,9 +81,7 @@ def _stock(o: Operands) -> torch.Tensor:
 
 
 def _ours(o: Operands) -> torch.Tensor:
-    import steadynorm
-
-    return steadynorm.group_norm(o.x, o.groups, o.weight, o.bias, EPS, activation=o.activation)
+    return functional.group_norm(o.x, o.groups, o.weight, o.bias, EPS, activation=o.activation)
 
 
 def _inductor() -> Callable[[Operands], torch.Tensor]:
@@ -81,10 +93,8 @@ def _liger(o: Operands) -> torch.Tensor:
     from liger_kernel.ops.group_norm import LigerGroupNormFunction
 
     flat = o.x.reshape(*o.x.shape[:2], -1)  # [N, C, S]
-    y = LigerGroupNormFunction.apply(flat, o.weight, o.bias, o.x.shape[1], o.groups, EPS).reshape(o.x.shape)
-    if o.activation == "relu":
-        return F.relu(y)
-    return F.silu(y) if o.activation == "silu" else y
+    y = LigerGroupNormFunction.apply(flat, o.weight, o.bias, o.x.shape[1], o.groups, EPS)
+    return activated(y.reshape(o.x.shape), o.activation)
 
 
 def available(peers: list[str]) -> list[str]:
@@ -103,14 +113,3 @@ def training_step(function: Callable[[Operands], torch.Tensor], o: Operands) -> 
     """(y, dx, dweight, dbias) of one forward and backward."""
     y = function(o)
     return (y, *torch.autograd.grad(y, o.inputs, o.dy))
-
-
-def regime(o: Operands) -> dict[str, str]:
-    """Which rung served our last call, and the plan's name where the operator library tells it."""
-    import steadynorm
-
-    rung = str(steadynorm.last_rung())
-    plan = getattr(steadynorm, "last_plan", None)
-    if rung != "native":
-        return {"rung": rung, "regime": "stock"}
-    return {"rung": rung, "regime": str(plan()) if plan else "two_sweep"}
