@@ -12,11 +12,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import provenance
-
 from cases import DTYPES, ROOT, Case, read_cases
 
-from . import report
+from . import provenance, report
 
 ACTIVATION_SETS = ("none", "fused")
 PEERS = ("eager", "inductor", "liger")

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..report import PASSES, format_us
+from ..output import format_us
+from ..report import PASSES
 from .charts import Figure
 from .results import ERRORS, OURS, PASS_NAMES, Results, Row, arms_of, commit
 

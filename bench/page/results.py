@@ -7,10 +7,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from provenance import slug
-
 from cases import ROOT, read_cases
 
+from ..provenance import slug
 from ..report import PASSES
 
 OURS = "ours"
@@ -91,7 +90,7 @@ class Row:
         return self.data["floor_us"] / self.times[arm]
 
     def error(self, arm: str) -> float | None:
-        """Of y (forward) or dx (forward + backward), in the unit of bench/accuracy.py."""
+        """Of y (forward) or dx (forward + backward), in the unit of steadynorm.bench.errors."""
         return self.data["arms"].get(arm, {}).get(ERRORS[self.data["pass"]])
 
 
