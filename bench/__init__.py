@@ -22,4 +22,4 @@ def load(name: str) -> ModuleType:
 
 
 # What the options, the list of cases and the page need of it.
-provenance, output = load("provenance"), load("output")
+options, output, provenance = map(load, ("options", "output", "provenance"))

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,16 +56,20 @@ def memory_format(layout: str, rank: int) -> torch.memory_format:
     return {4: torch.channels_last, 5: torch.channels_last_3d}[rank]
 
 
-def operands(case: Case, dtype: str, activation: str, device: str = "cuda") -> Operands:
-    torch.manual_seed(0)
+def operands(
+    case: Case, dtype: str, activation: str, device: str = "cuda", gradients: bool = True
+) -> Operands:
+    generator = torch.Generator(device).manual_seed(0)
     options = {"dtype": DTYPES[dtype], "device": device}
     layout = memory_format(case.layout, len(case.shape))
 
-    def volume() -> torch.Tensor:
-        return torch.empty(case.shape, memory_format=layout, **options).normal_()
+    def normal(shape: tuple[int, ...], layout: torch.memory_format) -> torch.Tensor:
+        return torch.empty(shape, memory_format=layout, **options).normal_(generator=generator)
 
-    weight, bias = (torch.randn(case.shape[1], **options).requires_grad_() for _ in range(2))
-    return Operands(volume().requires_grad_(), volume(), weight, bias, case.groups, activation, layout)
+    row = (case.shape[1],)
+    weight, bias = (normal(row, torch.contiguous_format).requires_grad_(gradients) for _ in range(2))
+    x = normal(case.shape, layout).requires_grad_(gradients)
+    return Operands(x, normal(case.shape, layout), weight, bias, case.groups, activation, layout)
 
 
 def stock(x, groups, weight, bias, activation, layout):
@@ -97,12 +103,26 @@ def _liger(o: Operands) -> torch.Tensor:
     return activated(y.reshape(o.x.shape), o.activation)
 
 
-def available(peers: list[str]) -> list[str]:
+def missing(peer: str, device: str = "cuda") -> str | None:
+    """What a peer needs that this environment lacks; None: it is there."""
+    if peer == "liger":
+        if device != "cuda":
+            return "a CUDA device"
+        return None if importlib.util.find_spec("liger_kernel") else "liger-kernel"
+    if peer == "inductor":
+        if device == "cuda":
+            return None if importlib.util.find_spec("triton") else "triton"
+        compilers = (os.environ.get("CXX") or "g++", "clang++")
+        return None if any(map(shutil.which, compilers)) else "a C++ compiler"
+    return None
+
+
+def available(peers: Sequence[str], device: str = "cuda") -> list[str]:
     """The peers that this environment has."""
-    return [peer for peer in peers if peer != "liger" or importlib.util.find_spec("liger_kernel") is not None]
+    return [peer for peer in peers if missing(peer, device) is None]
 
 
-def arms_of(case: Case, peers: list[str]) -> dict[str, Callable[[Operands], torch.Tensor]]:
+def arms_of(case: Case, peers: Sequence[str]) -> dict[str, Callable[[Operands], torch.Tensor]]:
     """What is timed for a case: ours first. Liger serves contiguous tensors only."""
     makers = {"eager": lambda: _stock, "inductor": _inductor, "liger": lambda: _liger}
     serving = [peer for peer in peers if peer != "liger" or case.layout == "contiguous"]

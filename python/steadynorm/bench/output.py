@@ -7,6 +7,7 @@ Imports no torch and nothing of the package: in a checkout it is read without ei
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 
@@ -42,3 +43,14 @@ def aligned(lines: list[list[str]]) -> list[str]:
 def failure(error: Exception) -> dict[str, str]:
     """The first lines of an error, short enough for a table of results."""
     return {"error": f"{type(error).__name__}: {error}"[:300]}
+
+
+def progress(text: str, detail: bool = False) -> None:
+    """What is being done, on stderr: over the last such line on a terminal, else a line of its own.
+
+    "" ends it; a detail is for terminals alone.
+    """
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+    elif text and not detail:
+        print(text, file=sys.stderr, flush=True)

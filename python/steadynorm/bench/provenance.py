@@ -51,6 +51,16 @@ def gpu() -> dict | None:
     return {"name": name, "driver": driver, "memory": memory}
 
 
+def cpu() -> str:
+    """The model's name, as Linux tells it, else the architecture."""
+    try:
+        told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        told = ""
+    found = re.search(r"^model name\s*: (.+)$", told, re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
+
+
 def versions(*packages: str) -> dict[str, str | None]:
     """Version of Python and of each installed package."""
     found: dict[str, str | None] = {"python": platform.python_version()}
