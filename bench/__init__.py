@@ -22,4 +22,4 @@ def load(name: str) -> ModuleType:
 
 
 # What the options, the list of cases and the page need of it.
-options, output, provenance = map(load, ("options", "output", "provenance"))
+options, output, paired, provenance = map(load, ("options", "output", "paired", "provenance"))

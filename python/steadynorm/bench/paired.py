@@ -21,7 +21,9 @@ class Interval:
     count: int
 
     def __str__(self) -> str:
-        return f"{self.mean:.4g} ± {self.half_width:.2g}"
+        """Both to the second digit of the half width."""
+        decimals = max(0, 1 - math.floor(math.log10(self.half_width))) if self.half_width else 3
+        return f"{self.mean:.{decimals}f} ± {self.half_width:.{decimals}f}"
 
     @property
     def differs(self) -> bool:
@@ -33,7 +35,7 @@ def interval(samples: Sequence[float]) -> Interval:
     """The mean of independent samples, at least two of them (ValueError).
 
     >>> str(interval([9.0, 10.0, 11.0]))
-    '10 ± 2.5'
+    '10.0 ± 2.5'
     """
     count = len(samples)
     if count < 2:
@@ -46,7 +48,7 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Interval:
     """The mean of first[i] - second[i], where sample i of both was taken in the same turn.
 
     >>> str(difference([11.0, 12.0, 13.0], [10.0, 11.5, 11.5]))
-    '1 ± 1.2'
+    '1.0 ± 1.2'
     """
     return interval([a - b for a, b in zip(first, second, strict=True)])
 
