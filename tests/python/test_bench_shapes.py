@@ -18,7 +18,8 @@ SMALL = ["--shape", "2,8,6,5", "--groups", "4", "--peers", "eager", "--repeats",
 
 
 @pytest.fixture(autouse=True)
-def quick(native, monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(native, set_threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_threads(1)
     monkeypatch.setattr(timing, "CPU_COPY_BYTES", 1 << 16)
     monkeypatch.setattr(timing, "LOOP_MS", 1e-3)
 
@@ -112,6 +113,17 @@ def test_a_job_without_memory_is_left_out_and_the_next_is_timed(monkeypatch, tmp
     assert first["error"] == "OutOfMemoryError: out of memory"
     assert "median_us" in second["arms"]["ours"]
     assert "left out: OutOfMemoryError" in capsys.readouterr().out
+
+
+def test_an_error_that_needs_too_much_memory_is_left_open(monkeypatch, tmp_path: Path, capsys) -> None:
+    def short(*_) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(errors, "measure", short)
+    (row,) = rows_of(tmp_path, "--pass", "forward")
+    assert row["errors_of"] == "nothing: out of memory"
+    assert "median_us" in row["arms"]["ours"]
+    assert "errors of: nothing: out of memory" in capsys.readouterr().out
 
 
 def test_ctrl_c_keeps_what_was_measured(monkeypatch, tmp_path: Path, capsys) -> None:

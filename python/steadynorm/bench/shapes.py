@@ -180,9 +180,12 @@ def measure(job: Job, peers: list[str], timer: timing.Timer | timing.CpuTimer, c
     checked = "nothing"
     if results:
         output.progress(f"{job}: errors", detail=True)
-        worst, checked = errors.measure(o, results)
-        for arm, of in worst.items():
-            found[arm].update(of)
+        try:
+            worst, checked = errors.measure(o, results)
+            for arm, of in worst.items():
+                found[arm].update(of)
+        except torch.OutOfMemoryError:
+            checked = "nothing: out of memory"
         del result
         results.clear()
     output.progress(f"{job}: times", detail=True)
