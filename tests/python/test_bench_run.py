@@ -108,7 +108,9 @@ def test_a_wrong_result_shows_as_an_error(options) -> None:
     assert checked == "all groups"
 
 
-@pytest.mark.parametrize("sizes", [(5, 12, 4, 3 << 20), (2, 8, 4, 1 << 23), (3, 4, 2, 100)])
+@pytest.mark.parametrize(
+    "sizes", [(5, 12, 4, 3 << 20), (2, 8, 4, 1 << 23), (5, 4, 2, 1 << 22), (3, 4, 2, 100)]
+)
 def test_parts_cover_each_group_once(sizes: tuple[int, ...]) -> None:
     samples, channels, groups, positions = sizes
     seen = torch.zeros(samples, channels, dtype=torch.int64)

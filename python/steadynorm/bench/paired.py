@@ -59,9 +59,7 @@ def quantile_95(freedom: int) -> float:
     >>> round(quantile_95(5), 4)
     2.5706
     """
-    low, high = 0.0, 1.0
-    while within(high, freedom) < 0.95:
-        high *= 2
+    low, high = 0.0, 13.0  # the largest, of 1 degree, is 12.71
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if within(middle, freedom) < 0.95 else (low, middle)
