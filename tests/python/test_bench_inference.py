@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -21,6 +22,7 @@ from steadynorm.bench import inference, provenance, vae
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from bench.page import __main__ as command_line  # noqa: E402
 from bench.page import markdown, results  # noqa: E402
 
 
@@ -255,8 +257,9 @@ def test_a_repository_is_known_by_what_it_holds(monkeypatch, tmp_path: Path) -> 
 
 def test_the_page_has_a_full_run_with_its_command_and_a_small_one_not(blocks, tmp_path: Path) -> None:
     held = run(tmp_path, "--commit", "0123456789abcdef")
-    folder = tmp_path / "results"
-    folder.mkdir()
+    shutil.copy(ROOT / "README.md", tmp_path)
+    folder = tmp_path / "bench" / "results"
+    shutil.copytree(ROOT / "bench" / "results", folder, ignore=shutil.ignore_patterns("*-inference.json"))
     (folder / "small.json").write_text(json.dumps(held))
     full = {**copy.deepcopy(held), "size": "full", "device": "Some GPU", "date": "2026-01-02"}
     row = full["rows"][1]
@@ -264,13 +267,16 @@ def test_the_page_has_a_full_run_with_its_command_and_a_small_one_not(blocks, tm
     row["arms"]["stock"].update(latency_ms=10.0, half_width_ms=0.25, peak_mib=12.3)
     (folder / "x-inference.json").write_text(json.dumps(full))
     found = results.read(folder)
-    assert (list(found.inference), found.others) == (["x-inference.json"], ["small.json"])
+    assert list(found.inference) == ["x-inference.json"]
+    assert "small.json" in found.others
+    assert "x-inference.json" not in found.others
     text = markdown.networks(found)
     assert "Some GPU, 2026-01-02, commit 0123456789" in text
     assert "python -m steadynorm bench inference --replicates 10`" in text
     cells = next(line for line in text.splitlines() if "channels_last" in line).split(" | ")
     assert cells[:6] == ["| block", "1×8×2×4×4", "channels_last", "**eager**", "4 (4)", "10.00 ± 0.25"]
     assert cells[7:11] == ["**2.00 ± 0.50**", "**20**", "12", "–"]
-    assert "## Networks" in markdown.page(found, [])
+    page = tmp_path / "docs" / "performance.md"
+    assert text in command_line.Page(tmp_path).texts[page]
     (folder / "x-inference.json").unlink()
-    assert "## Networks" not in markdown.page(results.read(folder), [])
+    assert "## Networks" not in command_line.Page(tmp_path).texts[page]

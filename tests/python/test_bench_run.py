@@ -62,6 +62,17 @@ def finish(options, tmp_path: Path, deadline: float = float("inf")) -> tuple[int
     return status, json.loads(path.read_text())
 
 
+@pytest.mark.parametrize("missing", ["torch", "steadynorm"])
+def test_nothing_is_timed_without_the_package(monkeypatch, capsys, missing: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    command_line.require_gpu()
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SystemExit) as stopped:
+        command_line.require_gpu()
+    assert stopped.value.code == 2
+    assert "bench: needs PyTorch and the installed package, got:" in capsys.readouterr().err
+
+
 def test_every_case_has_a_row_for_each_pass(options, tmp_path: Path, capsys) -> None:
     status, held = finish(options, tmp_path)
     assert status == 0

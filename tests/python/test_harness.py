@@ -198,6 +198,12 @@ def bench(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
 
 
+def test_options_list_and_page_need_no_pytorch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import bench.__main__, bench.page.__main__ as page"
+    done = subprocess.run([sys.executable, "-c", f"{code}; sys.exit(page.main(['--check']))"], cwd=ROOT)
+    assert done.returncode == 0
+
+
 def test_bench_lists_without_a_gpu() -> None:
     listed = bench("--list", "--dtypes", "bf16", "--activation", "none", "--cases", "sd15,liger-a")
     assert listed.returncode == 0
