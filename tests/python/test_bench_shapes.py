@@ -265,6 +265,27 @@ def test_repeats_fill_the_budget_within_their_limits() -> None:
     assert timing.repeats_within(40.0, 60.0) == timing.SLOW_REPEATS
 
 
+def test_the_gpus_timer_repeats_as_often_as_is_asked_and_waits_for_its_calls(monkeypatch) -> None:
+    timer = object.__new__(timing.Timer)
+    timer.budget_ms, timer.repeats = 40.0, None
+    monkeypatch.setattr(timer, "_once", lambda graph: 1.9, raising=False)
+    assert timer._repeats(None) == 20
+    timer.repeats = 3
+    assert timer._repeats(None) == 3
+    waits, calls = [], []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(len(calls)))
+    found = timer.calls({"one": lambda: calls.append(0)})
+    assert found["one"].repeats == 3
+    assert len(waits) == 2 * (2 + 3)  # around the warm-up, the first call and each loop
+    assert waits[-1] == len(calls)
+
+
+def test_a_copy_reads_and_writes(monkeypatch) -> None:
+    second = timing.Time(1e6, 1e6, 1e6, 7)
+    monkeypatch.setattr(timing.CpuTimer, "measure", lambda self, functions: dict.fromkeys(functions, second))
+    assert timing.CpuTimer(1.0).copy_rate() == 2 * timing.CPU_COPY_BYTES
+
+
 def test_progress_is_a_line_each_and_details_are_for_terminals(monkeypatch, capsys) -> None:
     output.progress("one")
     output.progress("more", detail=True)
