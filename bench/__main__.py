@@ -12,27 +12,13 @@ import tempfile
 import time
 from pathlib import Path
 
-import provenance
-
 from cases import DTYPES, ROOT, Case, read_cases
 
-from . import report
+from . import provenance, report
+from .options import words
 
 ACTIVATION_SETS = ("none", "fused")
 PEERS = ("eager", "inductor", "liger")
-
-
-def words(allowed: tuple[str, ...]):
-    """An argument type: words of `allowed` between commas."""
-
-    def parse(text: str) -> list[str]:
-        chosen = [word for word in text.split(",") if word]
-        for word in chosen:
-            if word not in allowed:
-                raise argparse.ArgumentTypeError(f"expected words of {', '.join(allowed)}, got '{word}'")
-        return list(dict.fromkeys(chosen))
-
-    return parse
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -104,36 +90,28 @@ def require_gpu() -> None:
     """Exits with status 2 and one sentence when nothing can be timed here."""
     try:
         import torch
-    except ImportError as error:
-        message = f"bench: needs PyTorch, got: {error}"
-    else:
+
         if torch.cuda.is_available():
+            import steadynorm  # noqa: F401
+
             return
         message = "bench: needs a CUDA GPU that PyTorch can use, got none (--list and --help work without)"
+    except ImportError as error:
+        message = f"bench: needs PyTorch and the installed package, got: {error}"
     print(message, file=sys.stderr)
     sys.exit(2)
 
 
 def describe(options: argparse.Namespace) -> dict:
     """The head of the file of results."""
-    import torch
+    from steadynorm.bench import machine
 
     shown = {
         key: value for key, value in vars(options).items() if key not in ("cases", "output", "list", "commit")
     }
     shown["budget_seconds"] = None if options.budget_seconds == float("inf") else options.budget_seconds
-    gpu = provenance.gpu() or {}
-    return {
-        **provenance.source(options.commit),
-        "date": provenance.today(),
-        "device": torch.cuda.get_device_name(),
-        "driver": gpu.get("driver"),
-        "versions": {
-            **provenance.versions("steadynorm", "torch", "triton", "liger-kernel", "numpy"),
-            "torch": torch.__version__, "cuda": torch.version.cuda,
-        },
-        "options": {**shown, "cases": [case.name for case in options.cases]},
-    }  # fmt: skip
+    cases = [case.name for case in options.cases]
+    return {**machine.head("cuda", options.commit), "options": {**shown, "cases": cases}}
 
 
 def main() -> int:

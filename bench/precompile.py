@@ -24,7 +24,7 @@ def compile_job(job: Job, device: str = "cuda") -> None:
     import torch
     import torch._inductor.config
 
-    from . import arms
+    from steadynorm.bench import arms
 
     torch._inductor.config.autotune_local_cache = False
     torch._dynamo.reset()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of results and the tables that are printed. Imports no torch."""
+"""The names of the benchmarks and the tables that are printed. Imports no torch."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from pathlib import Path
+
+from .output import aligned, format_us
 
 PASSES = ("forward", "forward_backward")
 
@@ -17,23 +17,6 @@ def benchmark_name(
     return f"{backend}/{which}/{layout}/{dtype}/{activation}/{case}"
 
 
-def write_json(path: Path, head: dict, rows: list[dict]) -> None:
-    """`head` and `rows` as one object, one line a row, complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
-    body = ",\n".join(f"  {json.dumps(row, separators=(',', ':'))}" for row in rows)
-    text = "\n".join(["{", *lines, ' "rows": [', body, " ]", "}"]) + "\n"
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
-def format_us(us: float) -> str:
-    if us < 1000:
-        return f"{us:.1f} us"
-    return f"{us / 1000:.3g} ms"
-
-
 def cell(arm: dict | None) -> str:
     """Median and, in brackets, times the floor; a word where there is no time."""
     if arm is None:
@@ -41,18 +24,6 @@ def cell(arm: dict | None) -> str:
     if "error" in arm:
         return "error"
     return f"{format_us(arm['median_us'])} ({arm['over_floor']:.2f})"
-
-
-def aligned(lines: list[list[str]]) -> list[str]:
-    """Columns padded to their widest cell, the first one to the left."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return [
-        "  ".join(
-            text.ljust(width) if i == 0 else text.rjust(width)
-            for i, (text, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    ]
 
 
 def table(rows: Iterable[dict], arms: list[str], order: list[str]) -> str:
@@ -66,7 +37,7 @@ def table(rows: Iterable[dict], arms: list[str], order: list[str]) -> str:
         errors = ["error_y"] if which == "forward" else ["error_dx"]
         header = ["case", "MiB", *arms, "copy", "fastest"]
         header += [f"{key} {arm}" for key in errors for arm in arms]
-        header += ["rung", "regime"] if which == "forward" else [f"peak {arm}" for arm in arms]
+        header += ["rung"] if which == "forward" else [f"peak {arm}" for arm in arms]
         lines = [header]
         for row in members:
             found = row["arms"]
@@ -81,7 +52,7 @@ def table(rows: Iterable[dict], arms: list[str], order: list[str]) -> str:
             line += [f"{found.get(arm, {}).get(key, '-')}" for key in errors for arm in arms]
             ours = found.get("ours", {})
             if which == "forward":
-                line += [ours.get("rung", "-"), ours.get("regime", "-")]
+                line += [ours.get("rung", "-")]
             else:
                 line += [str(found.get(arm, {}).get("peak_mib", "-")) for arm in arms]
             lines.append(line)

@@ -9,18 +9,16 @@ from pathlib import Path
 
 import torch
 
-from . import accuracy, arms, report
-from .arms import Operands
+from steadynorm import last_rung
+from steadynorm.bench import arms, errors
+from steadynorm.bench.arms import Operands
+from steadynorm.bench.timing import Timer, capture, capture_copy
+
+from . import output, report
 from .precompile import precompile
-from .timing import Timer, capture, capture_copy
 
 PRECOMPILE_SHARE = 0.5  # of what is left of the budget
 PRECOMPILE_SECONDS = 240.0
-
-
-def failure(error: Exception) -> dict[str, str]:
-    """The first lines of an error, short enough for a table of results."""
-    return {"error": f"{type(error).__name__}: {error}"[:300]}
 
 
 def step_peak(function, o: Operands) -> tuple[tuple[torch.Tensor, ...], float]:
@@ -68,16 +66,16 @@ class Bench:
                 result, found[arm]["peak_mib"] = step_peak(function, o)
                 results[arm] = result[:2]
                 if arm == "ours":
-                    found[arm].update(arms.regime(o))
+                    found[arm]["rung"] = last_rung()
             except Exception as error:
-                found[arm] = failure(error)
+                found[arm] = output.failure(error)
             result = None
         self.checked = "nothing"
         if self.options.no_errors or not results:
             return
         try:
-            errors, self.checked = accuracy.errors(o, results)
-            for arm, of in errors.items():
+            worst, self.checked = errors.measure(o, results)
+            for arm, of in worst.items():
                 found[arm].update(of)
         except torch.OutOfMemoryError:
             self.checked = "nothing: out of memory"
@@ -95,7 +93,7 @@ class Bench:
                 else:
                     graphs[arm] = capture(lambda function=function: arms.training_step(function, o))
             except Exception as error:
-                found[arm] = failure(error)
+                found[arm] = output.failure(error)
         return self.timer.measure(graphs)
 
     def _row(self, case, dtype, activation_set, activation, which, times, found, o: Operands) -> dict:
@@ -144,13 +142,13 @@ def run(options: argparse.Namespace, jobs: list, head: dict, path: Path, deadlin
                 told = bench.job(case, dtype, activation_set, activation)
                 torch.cuda.empty_cache()
             except torch.OutOfMemoryError as error:
-                told = f"left out: {failure(error)['error']}"
+                told = f"left out: {output.failure(error)['error']}"
                 torch.cuda.empty_cache()
             except RuntimeError as error:  # of the device itself: nothing after it can be trusted
-                stopped = f"{case.name} {dtype} {activation}: {failure(error)['error']}"
+                stopped = f"{case.name} {dtype} {activation}: {output.failure(error)['error']}"
                 bench.our_failures += 1
                 break
-            report.write_json(path, {**head, "stopped": "not finished"}, bench.rows)
+            output.write_json(path, {**head, "stopped": "not finished"}, bench.rows)
             spent = time.monotonic() - began
             print(
                 f"[{index}/{len(jobs)}] {case.name} {dtype} {activation}: {told}  [{spent:.0f} s]", flush=True
@@ -164,7 +162,7 @@ def run(options: argparse.Namespace, jobs: list, head: dict, path: Path, deadlin
         seconds=round(time.monotonic() - began, 1),
         stopped=stopped,
     )
-    report.write_json(path, head, bench.rows)
+    output.write_json(path, head, bench.rows)
     shown = [arm for arm in arms.ARMS if arm == "ours" or arm in options.peers]
     print("\n" + report.table(bench.rows, shown, [case.name for case in options.cases]))
     print("\nerror: beyond one rounding, in 2^-24 of the largest term, of the tensors that were timed; "

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from ..report import format_us
+from ..output import format_us
 from .charts import Chart, Figure, sizes, tick_text
 from .results import PASS_NAMES, Results, Row, arms_of
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..report import PASSES, format_us
+from ..output import format_us
+from ..report import PASSES
+from . import inference
 from .charts import Figure
 from .results import ERRORS, OURS, PASS_NAMES, Results, Row, arms_of, commit
 
@@ -226,6 +228,17 @@ def section(results: Results, of_table: tuple[str, str, str], figures: list[Figu
     return "\n\n".join(filter(None, parts))
 
 
+def networks(results: Results) -> str:
+    parts = ["## Networks: a VAE decoder and a video VAE block", inference.INTRODUCTION]
+    for file, data in results.inference.items():
+        lines = [inference.cells(row) for row in data["rows"]]
+        parts += [
+            inference.told_by(file, data, commit(data)) + ":",
+            table(inference.HEAD, lines, inference.WORDS),
+        ]
+    return "\n\n".join(parts)
+
+
 def page(results: Results, figures: list[Figure]) -> str:
     """docs/performance.md."""
     parts = [INTRODUCTION.rstrip(), "## Runs, and how to repeat them", runs_table(results), repeat(results)]
@@ -233,6 +246,8 @@ def page(results: Results, figures: list[Figure]) -> str:
         parts += ["Tests on a GPU (`make test-gpu`):", "\n".join(tests_told(results))]
     if results.others:
         parts.append("Also in `bench/results`, not on this page: " + ", ".join(results.others) + ".")
+    if results.inference:
+        parts.append(networks(results))
     parts += [section(results, of_table, figures) for of_table in results.tables]
     return "\n\n".join(parts) + "\n"
 

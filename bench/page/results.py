@@ -7,10 +7,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from provenance import slug
-
 from cases import ROOT, read_cases
 
+from ..provenance import slug
 from ..report import PASSES
 
 OURS = "ours"
@@ -91,7 +90,7 @@ class Row:
         return self.data["floor_us"] / self.times[arm]
 
     def error(self, arm: str) -> float | None:
-        """Of y (forward) or dx (forward + backward), in the unit of bench/accuracy.py."""
+        """Of y (forward) or dx (forward + backward), in the unit of steadynorm.bench.errors."""
         return self.data["arms"].get(arm, {}).get(ERRORS[self.data["pass"]])
 
 
@@ -100,6 +99,7 @@ class Results:
     runs: list[Run]
     rows: list[Row]
     tests: dict[str, dict]  # file: what `make test-gpu` wrote
+    inference: dict[str, dict]  # file: what `python -m steadynorm bench inference` wrote, in full size
     others: list[str]  # files that the page does not read
 
     def shown(self, run: Run) -> int:
@@ -139,6 +139,11 @@ def read(folder: Path = ROOT / "bench" / "results") -> Results:
     held = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
     benches = {file: data for file, data in held.items() if {"rows", "options"} <= data.keys()}
     tests = {file: data for file, data in held.items() if {"passed", "failed", "skipped"} <= data.keys()}
+    inference = {
+        file: data
+        for file, data in held.items()
+        if (data.get("benchmark"), data.get("size")) == ("inference", "full")
+    }
     runs, newest = [], {}
     for file in sorted(benches, key=lambda file: (benches[file]["date"], file)):
         data = benches[file]
@@ -154,5 +159,5 @@ def read(folder: Path = ROOT / "bench" / "results") -> Results:
         return *kind, cases.get(row.case, len(cases)), row.case
 
     rows = sorted(newest.values(), key=place)
-    others = [file for file in held if file not in benches and file not in tests]
-    return Results(runs, rows, tests, others)
+    others = [file for file in held if not any(file in kind for kind in (benches, tests, inference))]
+    return Results(runs, rows, tests, inference, others)

@@ -19,11 +19,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "cuda")]
-
-import provenance  # noqa: E402
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "cuda")]
 
 import reports  # noqa: E402
+from bench import provenance  # noqa: E402
 from reports import FAILED, PASSED, SKIPPED, Outcome  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")

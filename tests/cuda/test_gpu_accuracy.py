@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from bits import same_bits
-from bounds import ACTIVATIONS
 from calls import (
     DTYPES,
     LAYOUTS,
@@ -20,6 +19,7 @@ from calls import (
 )
 
 from cases import read_cases
+from steadynorm.bench.bounds import ACTIVATIONS
 
 pytestmark = pytest.mark.gpu
 

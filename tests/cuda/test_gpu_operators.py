@@ -5,10 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bits import assert_same_bits
-from bounds import assert_within, expect
 from calls import (
     LAYOUTS,
     assert_all_same_bits,
+    assert_within,
     drawn_on_gpu,
     normal,
     parameters,
@@ -17,6 +17,7 @@ from calls import (
 )
 
 import steadynorm
+from steadynorm.bench.bounds import expect
 
 pytestmark = pytest.mark.gpu
 

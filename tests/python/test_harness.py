@@ -15,8 +15,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "cuda")]
 
 import check_spills  # noqa: E402
 import reports  # noqa: E402
-from bench import report  # noqa: E402
-from support import provenance  # noqa: E402
+from bench import output, provenance, report  # noqa: E402
 from support.cases import read_cases  # noqa: E402
 
 GTEST = """{"tests": 4, "failures": 1, "testsuites": [{"name": "CudaForward", "testsuite": [
@@ -162,12 +161,12 @@ def row(case: str, which: str) -> dict:
 
 def test_results_are_json_with_a_line_a_row(tmp_path: Path) -> None:
     path = tmp_path / "results" / "h200-x.json"
-    report.write_json(path, {"device": "NVIDIA H200", "options": {"peers": []}}, [row("a", "forward")] * 3)
+    output.write_json(path, {"device": "NVIDIA H200", "options": {"peers": []}}, [row("a", "forward")] * 3)
     held = json.loads(path.read_text())
     assert held["device"] == "NVIDIA H200"
     assert len(held["rows"]) == 3
     assert path.read_text().count('{"case"') == 3
-    report.write_json(path, {"device": "none"}, [])
+    output.write_json(path, {"device": "none"}, [])
     assert json.loads(path.read_text())["rows"] == []
 
 
@@ -197,6 +196,12 @@ def bench(*arguments: str) -> subprocess.CompletedProcess:
     environment = {"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "bench", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+
+
+def test_options_list_and_page_need_no_pytorch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import bench.__main__, bench.page.__main__ as page"
+    done = subprocess.run([sys.executable, "-c", f"{code}; sys.exit(page.main(['--check']))"], cwd=ROOT)
+    assert done.returncode == 0
 
 
 def test_bench_lists_without_a_gpu() -> None:

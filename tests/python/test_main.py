@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m steadynorm info | check."""
+"""python -m steadynorm info | check, and the way to bench."""
 
 import json
 import subprocess
@@ -154,9 +154,18 @@ def test_bad_arguments_are_one_sentence_and_status_2(capsys, arguments, words):
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["check", "--help"], ["info", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["check", "--help"],
+        ["info", "--help"],
+        ["bench", "--help"],
+        ["bench", "inference", "--help"],
+    ],
+)
 def test_help(capsys, arguments):
     with pytest.raises(SystemExit) as stopped:
         program.main(arguments)
     assert stopped.value.code == 0
-    assert "usage: python -m steadynorm" in capsys.readouterr().out
+    assert f"usage: {' '.join(['python -m steadynorm', *arguments[:-1]])} " in capsys.readouterr().out

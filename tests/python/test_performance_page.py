@@ -18,11 +18,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from bench.output import write_json  # noqa: E402
+
 from bench import __main__ as bench  # noqa: E402
 from bench.page import __main__ as command_line  # noqa: E402
 from bench.page import charts, html, markdown, pictures  # noqa: E402
 from bench.page.results import read  # noqa: E402
-from bench.report import write_json  # noqa: E402
 
 OPTIONS = {
     "dtypes": ["bf16"], "activation": ["none"], "passes": ["forward", "forward_backward"], "peers": ["eager"],

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import torch
 from bits import assert_same_bits
-from bounds import assert_within, expect
 
 import steadynorm
 from cases import Case
+from steadynorm.bench.bounds import Expected, beyond_half_unit, expect, worst
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS = ("contiguous", "channels_last")
@@ -61,6 +61,26 @@ def step(x, groups, weight=None, bias=None, eps=1e-5, *, dy=None, wanted=GRADIEN
     if asked:
         found.update(zip(asked, torch.autograd.grad(y, list(asked.values()), dy), strict=True))
     return found
+
+
+def assert_within(got: torch.Tensor, expected: Expected, what: str) -> None:
+    """Fails with the worst coordinate when a value is further from the right one than its bound."""
+    assert got.shape == expected.value.shape, (
+        f"{what}: shape {tuple(got.shape)}, not {tuple(expected.value.shape)}"
+    )
+    ratio = worst(got, expected.value, expected.allowance)
+    if ratio <= 1:
+        return
+    beyond = beyond_half_unit(got, expected.value)
+    share = torch.where(beyond > 0, beyond / expected.allowance, torch.zeros_like(beyond)).flatten()
+    at = int(share.argmax())
+    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), got.shape))
+    raise AssertionError(
+        f"{what}: {ratio:.3g} times the bound at {place}: got {got.flatten()[at].item()!r}, "
+        f"right {expected.value.flatten()[at].item()!r}, "
+        f"allowed {expected.allowance.flatten()[at].item():.3g} beyond half a unit; "
+        f"{int((share > 1).sum())} of {share.numel()} values are out"
+    )
 
 
 def assert_step_within(

@@ -163,23 +163,3 @@ def worst(got: torch.Tensor, value: torch.Tensor, scale: torch.Tensor) -> float:
     if beyond.numel() == 0:
         return 0.0
     return torch.where(beyond > 0, beyond / scale, torch.zeros_like(beyond)).max().item()
-
-
-def assert_within(got: torch.Tensor, expected: Expected, what: str) -> None:
-    """Fails with the worst coordinate when a value is further from the right one than its bound."""
-    assert got.shape == expected.value.shape, (
-        f"{what}: shape {tuple(got.shape)}, not {tuple(expected.value.shape)}"
-    )
-    ratio = worst(got, expected.value, expected.allowance)
-    if ratio <= 1:
-        return
-    beyond = beyond_half_unit(got, expected.value)
-    share = torch.where(beyond > 0, beyond / expected.allowance, torch.zeros_like(beyond)).flatten()
-    at = int(share.argmax())
-    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), got.shape))
-    raise AssertionError(
-        f"{what}: {ratio:.3g} times the bound at {place}: got {got.flatten()[at].item()!r}, "
-        f"right {expected.value.flatten()[at].item()!r}, "
-        f"allowed {expected.allowance.flatten()[at].item():.3g} beyond half a unit; "
-        f"{int((share > 1).sum())} of {share.numel()} values are out"
-    )

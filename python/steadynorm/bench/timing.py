@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device time of a captured graph.
+"""Device time of a captured graph, and wall time of a call.
 
 A replay is timed between two events, after a read of 256 MiB that leaves nothing of the operands in L2. The
 sweep is launched before the first event, so it is not part of the time, and it runs long enough to hide the
 host's work. What the same pair of events shows around an empty kernel's graph is subtracted. All graphs of a
 case are replayed in turn, so that drift of the clocks reaches each alike.
+
+The wall time of a call is that of a loop of calls over their number; a device is waited for at the end of the
+loop alone. Loops of all functions are run in turn.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
@@ -21,6 +25,8 @@ COPY_BYTES = 1 << 30
 WARM_UPS = 2
 MIN_REPEATS, MAX_REPEATS = 7, 40
 SLOW_MS, SLOW_REPEATS = 50.0, 5  # graphs slower than this move little from one replay to the next
+CPU_COPY_BYTES = 1 << 28
+LOOP_MS, MAX_CALLS = 5.0, 200  # of a loop of calls: the clock and the wait at its end are little of it
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,68 @@ def spread_turns(counts: dict[str, int]) -> list[list[str]]:
     ]
 
 
+def repeats_within(budget_ms: float, ms: float) -> int:
+    """How often what takes `ms` is repeated."""
+    if ms > SLOW_MS:
+        return SLOW_REPEATS
+    return max(MIN_REPEATS, min(MAX_REPEATS, int(budget_ms / (ms + 0.1))))
+
+
+def wall_times(
+    functions: dict[str, Callable[[], object]],
+    budget_ms: float,
+    repeats: int | None = None,
+    synchronize: Callable[[], object] = lambda: None,
+) -> dict[str, Time]:
+    """Wall time of one call of each function: where a device works too, the slower of it and the host."""
+
+    def loop_ms(function: Callable[[], object], calls: int) -> float:
+        synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            function()
+        synchronize()
+        return 1e3 * (time.perf_counter() - began)
+
+    calls, counts = {}, {}
+    for name, function in functions.items():
+        loop_ms(function, WARM_UPS)
+        ms = loop_ms(function, 1)
+        calls[name] = max(1, min(MAX_CALLS, math.ceil(LOOP_MS / ms)))
+        counts[name] = repeats or repeats_within(budget_ms, ms * calls[name])
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for names in spread_turns(counts) if counts else []:
+        for name in names:
+            samples[name].append(loop_ms(functions[name], calls[name]) / calls[name])
+    return {name: summarise(values) for name, values in samples.items()}
+
+
+class CpuTimer:
+    """Times calls on the CPU by the wall clock, with caches as the calls leave them."""
+
+    device = "cpu"
+
+    def __init__(self, budget_ms: float, repeats: int | None = None):
+        self.budget_ms, self.repeats = budget_ms, repeats
+
+    def prepare(self, function: Callable[[], object]) -> Callable[[], object]:
+        return function
+
+    def measure(self, functions: dict[str, Callable[[], object]]) -> dict[str, Time]:
+        return wall_times(functions, self.budget_ms, self.repeats)
+
+    def calls(self, functions: dict[str, Callable[[], object]]) -> dict[str, Time]:
+        """Nothing: `measure` has it."""
+        return {}
+
+    def copy_rate(self) -> float:
+        """Bytes read and written per second by a copy of 256 MiB."""
+        source = torch.ones(CPU_COPY_BYTES, dtype=torch.uint8)
+        target = torch.empty_like(source)
+        time = self.measure({"copy": lambda: target.copy_(source)})["copy"]
+        return 2 * source.numel() / (time.median_us * 1e-6)
+
+
 def capture(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """`function` as a graph, after warm-ups on a side stream."""
     side = torch.cuda.Stream()
@@ -95,8 +163,11 @@ def capture_copy(target: torch.Tensor, source: torch.Tensor) -> torch.cuda.CUDAG
 class Timer:
     """Times graphs on the current device with a cold L2."""
 
-    def __init__(self, budget_ms: float):
+    device = "cuda"
+
+    def __init__(self, budget_ms: float, repeats: int | None = None):
         self.budget_ms = budget_ms  # device time to spend on a graph's repeats
+        self.repeats = repeats  # None: as many as the budget holds
         buffer = torch.ones(SWEEP_BYTES // 4, device="cuda")
         self._buffer = buffer
         self._sweep = capture(buffer.sum)
@@ -117,10 +188,14 @@ class Timer:
 
     def _repeats(self, graph: torch.cuda.CUDAGraph | Launch) -> int:
         self._once(graph)
-        ms = self._once(graph)
-        if ms > SLOW_MS:
-            return SLOW_REPEATS
-        return max(MIN_REPEATS, min(MAX_REPEATS, int(self.budget_ms / (ms + 0.1))))
+        return self.repeats or repeats_within(self.budget_ms, self._once(graph))
+
+    def prepare(self, function: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        return capture(function)
+
+    def calls(self, functions: dict[str, Callable[[], object]]) -> dict[str, Time]:
+        """Wall time of an eager call of each function, without a graph."""
+        return wall_times(functions, self.budget_ms, self.repeats, torch.cuda.synchronize)
 
     def measure(self, graphs: dict[str, torch.cuda.CUDAGraph | Launch]) -> dict[str, Time]:
         """Time of each graph, interleaved with the others and with the empty one."""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a recorded number comes from: commit, device, driver, versions. Imports no torch."""
+"""Where a recorded number comes from: commit, device, driver, versions.
+
+Imports no torch and nothing of the package: in a checkout it is read without either, as a file.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,19 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from cases import ROOT
+
+def repository() -> Path | None:
+    """The checkout that this file is in, or else the current folder where it is one."""
+    for folder in (Path(__file__).resolve().parents[3], Path.cwd()):
+        if (folder / "python" / "steadynorm").is_dir() and (folder / "bench" / "results").is_dir():
+            return folder
+    return None
 
 
-def output_of(command: list[str]) -> str | None:
-    """What a program prints, stripped; None when it is missing or fails."""
+def output_of(command: list[str], folder: Path | None = None) -> str | None:
+    """What a program run in `folder` prints, stripped; None when it is missing or fails."""
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
@@ -25,10 +34,11 @@ def output_of(command: list[str]) -> str | None:
 
 def source(commit: str | None = None) -> dict:
     """The commit and whether tracked files differ from it; `commit` names it where no repository tells."""
-    head = output_of(["git", "rev-parse", "HEAD"])
-    changes = output_of(["git", "status", "--porcelain", "--untracked-files=no"])
+    folder = repository()
+    head = None if folder is None else output_of(["git", "rev-parse", "HEAD"], folder)
     if commit is not None or head is None:
         return {"commit": commit or "unknown", "dirty": None}
+    changes = output_of(["git", "status", "--porcelain", "--untracked-files=no"], folder)
     return {"commit": head, "dirty": bool(changes)}
 
 
@@ -39,6 +49,16 @@ def gpu() -> dict | None:
         return None
     name, driver, memory = (field.strip() for field in line.splitlines()[0].split(",")[:3])
     return {"name": name, "driver": driver, "memory": memory}
+
+
+def cpu() -> str:
+    """The model's name, as Linux tells it, else the architecture."""
+    try:
+        told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        told = ""
+    found = re.search(r"^model name\s*: (.+)$", told, re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
 
 
 def versions(*packages: str) -> dict[str, str | None]:
