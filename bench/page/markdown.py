@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ..report import PASSES, format_us
 from .charts import Figure
 from .results import ERRORS, OURS, PASS_NAMES, Results, Row, arms_of, commit
+from .steps import Step, StepScale
 
 # README's rows: both layouts, from large to small, some of them lost.
 REPRESENTATIVE = (
@@ -226,13 +227,35 @@ def section(results: Results, of_table: tuple[str, str, str], figures: list[Figu
     return "\n\n".join(filter(None, parts))
 
 
-def page(results: Results, figures: list[Figure]) -> str:
+def scale_told(scale: StepScale) -> list[str]:
+    """One scale of a step: its arms, its figure, its items, and what its bits are."""
+    parts = [f"### {scale.title}", table(scale.head, scale.arms, 1)]
+    parts += ["\n".join(f"- {text}" for text in scale.outcome)] if scale.outcome else []
+    if scale.bars:
+        head, *lines = scale.items
+        parts.append(f"![{scale.bars.title}](performance/{scale.bars.name}.png)")
+        parts.append(table(head, lines, 1))
+    parts += ["\n".join(f"- {text}" for text in scale.told)] if scale.told else []
+    return parts
+
+
+def step_section(step: Step) -> str:
+    link = f"[{step.file}](../bench/results/{step.file})"
+    told = f"{step.introduction} All figures: {link}; with a CUDA GPU one command measures them again:"
+    parts = [f"## {step.title}", told, f"```sh\n{step.command}\n```"]
+    for scale in step.scales:
+        parts += scale_told(scale)
+    return "\n\n".join(parts)
+
+
+def page(results: Results, figures: list[Figure], steps: list[Step]) -> str:
     """docs/performance.md."""
     parts = [INTRODUCTION.rstrip(), "## Runs, and how to repeat them", runs_table(results), repeat(results)]
     if results.tests:
         parts += ["Tests on a GPU (`make test-gpu`):", "\n".join(tests_told(results))]
     if results.others:
         parts.append("Also in `bench/results`, not on this page: " + ", ".join(results.others) + ".")
+    parts += [step_section(step) for step in steps]
     parts += [section(results, of_table, figures) for of_table in results.tables]
     return "\n\n".join(parts) + "\n"
 

@@ -100,6 +100,7 @@ class Results:
     runs: list[Run]
     rows: list[Row]
     tests: dict[str, dict]  # file: what `make test-gpu` wrote
+    steps: dict[str, dict]  # file: what `python -m steadynorm bench step` wrote
     others: list[str]  # files that the page does not read
 
     def shown(self, run: Run) -> int:
@@ -139,6 +140,7 @@ def read(folder: Path = ROOT / "bench" / "results") -> Results:
     held = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
     benches = {file: data for file, data in held.items() if {"rows", "options"} <= data.keys()}
     tests = {file: data for file, data in held.items() if {"passed", "failed", "skipped"} <= data.keys()}
+    steps = {file: data for file, data in held.items() if {"scales", "options"} <= data.keys()}
     runs, newest = [], {}
     for file in sorted(benches, key=lambda file: (benches[file]["date"], file)):
         data = benches[file]
@@ -154,5 +156,5 @@ def read(folder: Path = ROOT / "bench" / "results") -> Results:
         return *kind, cases.get(row.case, len(cases)), row.case
 
     rows = sorted(newest.values(), key=place)
-    others = [file for file in held if file not in benches and file not in tests]
-    return Results(runs, rows, tests, others)
+    others = [file for file in held if not any(file in kind for kind in (benches, tests, steps))]
+    return Results(runs, rows, tests, steps, others)

@@ -120,21 +120,24 @@ def title(result: dict) -> str:
     )
 
 
-def text(result: dict) -> str:
-    """Everything of one scale."""
-    parts = [title(result), aligned([ARM_HEAD, *arm_lines(result)])]
-    parts += [f"{arm} failed: {of['error']}" for arm, of in result["arms"].items() if "error" in of]
-    parts += [
+def outcome(result: dict) -> list[str]:
+    """What failed, what was not served by the native kernel, and what no row of the items claims."""
+    lines = [f"{arm} failed: {of['error']}" for arm, of in result["arms"].items() if "error" in of]
+    lines += [
         f"{arm} was served by the {of['rung']} rung, not by the native kernel"
         for arm, of in result["arms"].items()
         if of.get("rung", "native") != "native"
     ]
-    if result.get("items"):
-        parts.append(aligned(item_lines(result)))
-        for arm, of in result["items"].items():
-            parts += [
-                f"{arm}, unclaimed: {name}, {us / 1e3:.3g} ms"
-                for name, us in of["unclaimed"]
-                if us > NAMED_SHARE * of["total_us"]
-            ]
-    return "\n".join([*parts, *told(result)])
+    return lines + [
+        f"{arm}, unclaimed: {name}, {us / 1e3:.3g} ms"
+        for arm, of in result.get("items", {}).items()
+        for name, us in of["unclaimed"]
+        if us > NAMED_SHARE * of["total_us"]
+    ]
+
+
+def text(result: dict) -> str:
+    """Everything of one scale."""
+    parts = [title(result), aligned([ARM_HEAD, *arm_lines(result)])]
+    parts += [aligned(item_lines(result))] if result.get("items") else []
+    return "\n".join([*parts, *outcome(result), *told(result)])

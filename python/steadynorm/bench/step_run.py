@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from .. import rungs
 from . import step_bits
 from .paired import Interval, difference, interval
-from .step_arms import OURS, OURS_FP32
+from .step_arms import ARMS, OURS, OURS_FP32
 from .step_items import Shapes, itemise, kernels_of
 from .step_training import Scale, Training, deterministic
 
@@ -55,7 +55,7 @@ def new_result(scale: Scale, arms: list[str]) -> dict:
     return {
         "scale": scale.number, "size": scale.size, "levels": scale.levels, "sites": scale.sites,
         "width": scale.width, "parameters": scale.parameters(),
-        "arms": {arm: {"step_ms": [], "peak_mib": []} for arm in arms},
+        "arms": {arm: {"told": ARMS[arm].told, "step_ms": [], "peak_mib": []} for arm in arms},
     }  # fmt: skip
 
 
