@@ -24,7 +24,7 @@ from .unet import GROUPS
 GIB = 2**30
 FULL, SMALL = (8, 7), (4,)  # default scales with a GPU, and without
 SMALLEST, LARGEST = 4, 10
-SECONDS = {8: 170, 7: 70}  # of a whole run on an NVIDIA H200
+SECONDS = {8: 240, 7: 90}  # of a whole run on an NVIDIA H200, not measured yet
 
 
 class Parser(argparse.ArgumentParser):
@@ -93,7 +93,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--trace-difference", type=words(tuple(ARMS), 2), metavar="ARM,ARM",
         help="only trace where the steps of these two first differ")  # fmt: skip
     add("--replicates", type=number(2, 1000), default=6, help="at least 2 (6)")
-    add("--steps", type=number(1, 1000), default=2, help="timed steps of an arm in a replicate (2)")
+    add("--steps", type=number(1, 1000), default=1, help="timed steps of an arm in a replicate (1)")
     add("--loss-steps", type=number(1, 10000), default=23, help="steps after which losses are compared (23)")
     add("--processes", type=number(2, 100), default=3, help="how many repeat a step (3)")
     add(

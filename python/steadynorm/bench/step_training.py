@@ -177,14 +177,13 @@ def deterministic() -> Iterator[None]:
     """Algorithms that give the same bits where PyTorch has them; where not, it warns and runs what it has."""
     cudnn = torch.backends.cudnn
     before = cudnn.deterministic, cudnn.benchmark
-    mode, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch._dynamo.reset()  # compiled sites depend on the switch: those of before would count towards its limit
     cudnn.deterministic, cudnn.benchmark = True, False
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
         cudnn.deterministic, cudnn.benchmark = before
-        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
