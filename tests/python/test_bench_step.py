@@ -134,6 +134,11 @@ def test_what_an_arm_does_is_done_at_every_site() -> None:
         torch.testing.assert_close(y.double(), expected, rtol=2**-7, atol=2**-7)
 
 
+def test_the_restored_arm_makes_channels_last_of_what_it_gets() -> None:
+    y = step_arms.restored(torch.randn(1, 8, 4, 4, 4), 8, torch.ones(8), torch.zeros(8), 1e-5)
+    assert y.is_contiguous(memory_format=torch.channels_last_3d)
+
+
 def test_a_compiled_site_never_runs_eager(monkeypatch) -> None:
     """More shapes than Dynamo keeps are an error, and a symbolic shape would keep them all."""
     compile_with = torch.compile
@@ -142,7 +147,7 @@ def test_a_compiled_site_never_runs_eager(monkeypatch) -> None:
     function = step_arms.compiled()
     try:
         with torch._dynamo.config.patch(recompile_limit=1), pytest.raises(Exception, match="fullgraph"):
-            for size in (2, 3):
+            for size in (5, 7):
                 function(torch.randn(1, 8, size, 2, 2), 8, torch.ones(8), torch.zeros(8), 1e-5)
     finally:
         torch._dynamo.reset()

@@ -67,7 +67,7 @@ def step_results() -> dict:
     }  # fmt: skip
     options = {
         "scales": [8], "width": 64, "arms": ["stock", "compiled", "ours"], "parts": ["time", "profile"],
-        "replicates": 6, "steps": 2, "loss_steps": 23, "processes": 3, "trace_difference": None,
+        "replicates": 5, "steps": 2, "loss_steps": 22, "processes": 4, "trace_difference": None,
     }  # fmt: skip
     head = {key: HEAD[key] for key in ("commit", "dirty", "date", "device", "driver", "stopped")}
     head |= {"versions": {"torch": "2.11.0", "triton": None}, "options": options, "volume": "synthetic"}

@@ -174,7 +174,7 @@ def kernels_of(events: list[dict]) -> list[Kernel]:
 
     Without any, the operators of the CPU, each by the time that is its own.
     """
-    whole = [event for event in events if event.get("ph") == "X"]
+    whole = [event for event in events if event.get("ph") == "X" and "cat" in event]
     threads: dict[tuple, list[dict]] = defaultdict(list)
     for event in whole:
         if event["cat"] in (*HOST_KINDS, *LAUNCH_KINDS):

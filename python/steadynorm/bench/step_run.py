@@ -138,7 +138,7 @@ class Measured:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "trace.json"
                 taken.export_chrome_trace(str(path))
-                events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+                events = json.loads(path.read_text("utf-8", "replace"), strict=False)["traceEvents"]
             return itemise(kernels_of(events), self.shapes())
 
         found = self.result["items"] = {}

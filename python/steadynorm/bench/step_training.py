@@ -179,7 +179,7 @@ def deterministic() -> Iterator[None]:
     before = cudnn.deterministic, cudnn.benchmark
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch._dynamo.reset()  # compiled sites depend on the switch: those of before would count towards its limit
+    torch._dynamo.reset()  # compiled sites depend on the switch: earlier ones would count towards its limit
     cudnn.deterministic, cudnn.benchmark = True, False
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
