@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cases import ROOT
 
-from . import charts, html, markdown, pictures
+from . import bars, charts, html, markdown, pictures, steps
 from .results import read
 
 BEGIN = "<!-- Made by `make report` from bench/results: do not edit. -->\n"
@@ -37,15 +37,18 @@ class Page:
         held = read(root / "bench" / "results")
         if not held.rows:
             raise PageError("bench/results must have a file of `make bench`, got none")
-        figures = charts.figures(held)
+        figures, of_steps = charts.figures(held), steps.steps(held)
         self.styles = charts.styles(held)
         readme = (root / "README.md").read_text(encoding="utf-8")
         self.texts = {
-            root / "docs" / "performance.md": markdown.page(held, figures),
-            root / "docs" / "performance" / "performance.html": html.page(held, figures, self.styles),
+            root / "docs" / "performance.md": markdown.page(held, figures, of_steps),
+            root / "docs" / "performance" / "performance.html": html.page(
+                held, figures, self.styles, of_steps
+            ),
             root / "README.md": with_table(readme, markdown.readme_table(held)),
         }
-        self.pictures = {root / "docs" / "performance" / f"{figure.name}.png": figure for figure in figures}
+        drawn = [*figures, *(scale.bars for step in of_steps for scale in step.scales if scale.bars)]
+        self.pictures = {root / "docs" / "performance" / f"{figure.name}.png": figure for figure in drawn}
 
     def left_over(self) -> list[Path]:
         """Pictures that no result asks for."""
@@ -58,7 +61,7 @@ class Page:
         ]
         for path, figure in self.pictures.items():
             held = pictures.read_stamp(path.read_bytes()) if path.is_file() else None
-            if held != pictures.stamp(figure, self.styles):
+            if held != self.stamp(figure):
                 old.append(path)
         return [str(path.relative_to(self.root)) for path in [*old, *self.left_over()]]
 
@@ -75,8 +78,13 @@ class Page:
         for path in self.left_over():
             path.unlink()
 
-    def draw(self, figure: charts.Figure) -> bytes:
+    def stamp(self, figure: charts.Figure | bars.Bars) -> str:
+        return bars.stamp(figure) if isinstance(figure, bars.Bars) else pictures.stamp(figure, self.styles)
+
+    def draw(self, figure: charts.Figure | bars.Bars) -> bytes:
         try:
+            if isinstance(figure, bars.Bars):
+                return bars.png(figure)
             return pictures.png(figure, self.styles)
         except ImportError as error:
             raise PageError(f"the pictures need matplotlib (requirements/demo.txt), got: {error}") from error

@@ -9,8 +9,10 @@ from html import escape
 from pathlib import Path
 
 from ..output import format_us
+from .bars import svg as bars_svg
 from .charts import Chart, Figure, sizes, tick_text
 from .results import PASS_NAMES, Results, Row, arms_of
+from .steps import Step
 
 WIDTH, HEIGHT = 520, 270
 LEFT, RIGHT, TOP, BOTTOM = 62, 22, 30, 42
@@ -140,7 +142,20 @@ a column's title to sort.
 """
 
 
-def page(results: Results, figures: list[Figure], styles: dict[str, tuple[str, str]]) -> str:
+def step_parts(step: Step) -> list[str]:
+    """A step's section: where its time goes, drawn, and its sentences."""
+    parts = [f"<h2>{escape(step.title)}</h2><p>{escape(step.introduction)}</p>"]
+    for scale in step.scales:
+        if scale.bars:
+            parts.append(f"<h2>{escape(scale.bars.title)}</h2>{bars_svg(scale.bars)}")
+        told = [*(": ".join((arm, ", ".join(cells))) for arm, *cells in scale.named_arms), *scale.told]
+        parts.append(f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in [*scale.outcome, *told])}</ul>")
+    return parts
+
+
+def page(
+    results: Results, figures: list[Figure], styles: dict[str, tuple[str, str]], steps: list[Step]
+) -> str:
     arms = arms_of(results.rows)
     head = "".join(
         f"<th{WORD if word else ''}><button>{escape(title)}</button></th>" for title, word in columns(arms)
@@ -154,6 +169,8 @@ def page(results: Results, figures: list[Figure], styles: dict[str, tuple[str, s
         f"<title>steadynorm: performance</title><style>{STYLE}</style></head><body>",
         f"<h1>steadynorm: performance</h1><p>{INTRODUCTION}</p>",
     ]
+    for step in steps:
+        parts += step_parts(step)
     for figure in figures:
         drawn = "".join(svg(chart, styles) for chart in figure.charts)
         parts.append(f"<h2>{escape(figure.title)}</h2>{legend(figure.arms, styles)}")

@@ -10,6 +10,7 @@ from ..report import PASSES
 from . import inference
 from .charts import Figure
 from .results import ERRORS, OURS, PASS_NAMES, Results, Row, arms_of, commit
+from .steps import Step, StepScale
 
 # README's rows: both layouts, from large to small, some of them lost.
 REPRESENTATIVE = (
@@ -239,7 +240,28 @@ def networks(results: Results) -> str:
     return "\n\n".join(parts)
 
 
-def page(results: Results, figures: list[Figure]) -> str:
+def scale_told(scale: StepScale) -> list[str]:
+    """One scale of a step: its arms, its figure, its items, and what its bits are."""
+    parts = [f"### {scale.title}", table(scale.head, scale.arms, 1)]
+    parts += ["\n".join(f"- {text}" for text in scale.outcome)] if scale.outcome else []
+    if scale.bars:
+        head, *lines = scale.items
+        parts.append(f"![{scale.bars.title}](performance/{scale.bars.name}.png)")
+        parts.append(table(head, lines, 1))
+    parts += ["\n".join(f"- {text}" for text in scale.told)] if scale.told else []
+    return parts
+
+
+def step_section(step: Step) -> str:
+    link = f"[{step.file}](../bench/results/{step.file})"
+    told = f"{step.introduction} All figures: {link}; with a CUDA GPU one command measures them again:"
+    parts = [f"## {step.title}", told, f"```sh\n{step.command}\n```"]
+    for scale in step.scales:
+        parts += scale_told(scale)
+    return "\n\n".join(parts)
+
+
+def page(results: Results, figures: list[Figure], steps: list[Step]) -> str:
     """docs/performance.md."""
     parts = [INTRODUCTION.rstrip(), "## Runs, and how to repeat them", runs_table(results), repeat(results)]
     if results.tests:
@@ -248,6 +270,7 @@ def page(results: Results, figures: list[Figure]) -> str:
         parts.append("Also in `bench/results`, not on this page: " + ", ".join(results.others) + ".")
     if results.inference:
         parts.append(networks(results))
+    parts += [step_section(step) for step in steps]
     parts += [section(results, of_table, figures) for of_table in results.tables]
     return "\n\n".join(parts) + "\n"
 

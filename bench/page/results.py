@@ -100,6 +100,7 @@ class Results:
     rows: list[Row]
     tests: dict[str, dict]  # file: what `make test-gpu` wrote
     inference: dict[str, dict]  # file: what `python -m steadynorm bench inference` wrote, in full size
+    steps: dict[str, dict]  # file: what `python -m steadynorm bench step` wrote
     others: list[str]  # files that the page does not read
 
     def shown(self, run: Run) -> int:
@@ -144,6 +145,7 @@ def read(folder: Path = ROOT / "bench" / "results") -> Results:
         for file, data in held.items()
         if (data.get("benchmark"), data.get("size")) == ("inference", "full")
     }
+    steps = {file: data for file, data in held.items() if {"scales", "options"} <= data.keys()}
     runs, newest = [], {}
     for file in sorted(benches, key=lambda file: (benches[file]["date"], file)):
         data = benches[file]
@@ -159,5 +161,6 @@ def read(folder: Path = ROOT / "bench" / "results") -> Results:
         return *kind, cases.get(row.case, len(cases)), row.case
 
     rows = sorted(newest.values(), key=place)
-    others = [file for file in held if not any(file in kind for kind in (benches, tests, inference))]
-    return Results(runs, rows, tests, inference, others)
+    read_too = (benches, tests, inference, steps)
+    others = [file for file in held if not any(file in kind for kind in read_too)]
+    return Results(runs, rows, tests, inference, steps, others)

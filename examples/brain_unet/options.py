@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-GROUPS = 8  # as in model.py, which is not imported: it would import torch before --help
+GROUPS = 8  # as in the network, which is not imported: it would import torch before --help
 
 
 class Parser(argparse.ArgumentParser):
