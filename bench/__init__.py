@@ -22,4 +22,6 @@ def load(name: str) -> ModuleType:
 
 
 # What the options, the list of cases and the page need of it.
-options, output, paired, provenance = map(load, ("options", "output", "paired", "provenance"))
+options, output, paired, provenance, step_report = map(
+    load, ("options", "output", "paired", "provenance", "step_report")
+)

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import step_report
-from provenance import slug
-
+from .. import step_report
+from ..provenance import slug
 from .bars import Bars
 from .results import Results, commit
 
