@@ -28,17 +28,18 @@ __device__ __forceinline__ void load_leaf_rows(Packed<T, kLaneWidth> (&raw)[kCou
   }
 }
 
-// What a lane adds of its rows of one block of a leaf, of `length` values, which lie at `block`.
-template <class T, int kRows, bool kFull>
+// What a lane adds of its rows of one block of a leaf, of `length` values, which lie at `block`. after(j, sum)
+// follows each column j of the sums.
+template <class T, int kRows, bool kFull, class After>
 __device__ __forceinline__ PivotSums add_rows(const PivotSums& before, float pivot,
-                                              Packed<T, kLaneWidth> (&raw)[kRows], const T* block, int length,
-                                              int lane, int count) {
+                                              const Packed<T, kLaneWidth> (&raw)[kRows], const T* block,
+                                              int length, int lane, int count, const After& after) {
   const int rest =
       length - kLaneWidth * lane;  // a value is there when its offset in the lane's rows is below this
   return add_lane_values<kRows, kLaneWidth, kFull>(
       before, pivot, [&](int v, int j) { return raw[v][j]; },
       [&](int v, int j) { return to_fp32(block[kLeafRow * v + kLaneWidth * lane + j]); },
-      [&](int v, int j) { return kFull || kLeafRow * v + j < rest; }, count, [&] { unpack_again(raw); });
+      [&](int v, int j) { return kFull || kLeafRow * v + j < rest; }, count, after);
 }
 
 template <class T, int kRows, bool kFull>
@@ -48,7 +49,9 @@ __device__ __forceinline__ PivotSums add_block(const PivotSums& before, float& p
   Packed<T, kLaneWidth> raw[kRows];
   load_leaf_rows<T, kRows>(raw, block, 0, length, lane, aligned);
   if (first) pivot = raw[0][0];
-  return add_rows<T, kRows, kFull>(before, pivot, raw, block, length, lane, count);
+  return add_rows<T, kRows, kFull>(before, pivot, raw, block, length, lane, count, [&](int j, float) {
+    if (j == kLaneWidth - 1) unpack_again(raw);
+  });
 }
 
 // Moments of a leaf of `length` values by one warp; lane 0 gets them. The count is the length.

@@ -98,17 +98,17 @@ struct alignas(16) Mailbox {
   std::uint64_t arrived;
 };
 
-// By all threads of every block, before anything else.
+// By all threads of every block, before anything of its shared memory is used.
 __device__ __forceinline__ void open_mailbox(Mailbox& box, int blocks) {
 #if __CUDA_ARCH__ >= 900
   if (threadIdx.x == 0) {
     const std::uint32_t arrived = static_cast<std::uint32_t>(__cvta_generic_to_shared(&box.arrived));
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(arrived) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(arrived), "r"(24 * blocks)
                  : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  asm volatile("barrier.cluster.arrive;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");  // the fence is all that others must see
 #endif
 }
 
@@ -225,6 +225,11 @@ template <int kWords>
 __device__ __forceinline__ void forget_words(std::uint32_t (&w)[kWords]) {
 #pragma unroll
   for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(w[i]));
+}
+
+// `word` as it is, but not before `value` is there: nothing is 0, which the compiler does not know.
+__device__ __forceinline__ void wait_for(std::uint32_t& word, float value, std::uint32_t nothing) {
+  asm volatile("lop3.b32 %0, %0, %1, %2, 0xf8;" : "+r"(word) : "r"(__float_as_uint(value)), "r"(nothing));
 }
 
 // ---- conversions: exact one way, to nearest even the other; the hardware's, which are from_float's bits

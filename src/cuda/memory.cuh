@@ -66,6 +66,26 @@ __device__ __forceinline__ void unpack_again(Packed<T, W> (&raw)[kCount]) {
   }
 }
 
+// For values that stay packed in registers while they are used several times: those of columns 2 i and 2 i + 1
+// are unpacked only when `value` is there, each time anew. Left to itself the compiler unpacks all of them at
+// once, and keeps them: twice the registers. fp32 needs no unpacking.
+template <class T, int W, int kCount>
+__device__ __forceinline__ void unpack_after(Packed<T, W> (&raw)[kCount], int i, float value,
+                                             std::uint32_t nothing) {
+  if constexpr (!kIsFloat<T>) {
+#pragma unroll
+    for (int v = 0; v < kCount; ++v) wait_for(raw[v].words[i], value, nothing);
+  }
+}
+
+template <class T, int W>
+__device__ __forceinline__ void unpack_after(Packed<T, W>& raw, float value, std::uint32_t nothing) {
+  if constexpr (!kIsFloat<T>) {
+#pragma unroll
+    for (int i = 0; i < Packed<T, W>::kWords; ++i) wait_for(raw.words[i], value, nothing);
+  }
+}
+
 template <class T, int W>
 constexpr int kAlignment = W* static_cast<int>(sizeof(T)) < 16 ? W* static_cast<int>(sizeof(T)) : 16;
 

@@ -2,15 +2,18 @@
 // A group that stays on chip: where a block and its warps stand in it, and the shared memory of a block.
 #pragma once
 
+#include <bit>
+
 #include "cuda/contiguous.cuh"
 
 namespace steadynorm::cuda {
 
 namespace {
 
-// Threads of an SM that registers are for: those that the values of x and dy take, and some 48 more.
-template <int kBytes>  // of the values of x, and of dy, at one place
-constexpr int kOnChipBound = kBytes <= 4 ? 512 : 384;
+// 0, which the compiler does not know.
+__device__ __forceinline__ std::uint32_t nothing_of(const OnChip& chip) {
+  return static_cast<std::uint32_t>(chip.warps) >> 16;
+}
 
 struct OnChipPlace {
   std::int64_t group;
@@ -23,6 +26,35 @@ __device__ __forceinline__ OnChipPlace on_chip_place(const OnChip& chip) {
   OnChipPlace r;
   r.group = group;
   r.rank = static_cast<int>(block - group * cluster);
+  r.warp = static_cast<int>(threadIdx.x) / kLanes;
+  r.lane = static_cast<int>(threadIdx.x) % kLanes;
+  r.item = r.rank * chip.warps + r.warp;
+  return r;
+}
+
+// Groups of 2^k units, each a full block of one channel, as most that come from images and volumes of powers of
+// two: nodes need no counts then, and blocks fewer registers.
+struct WholeUnits {
+  int cluster_shift, channel_shift, spatial_shift;
+  std::int64_t group_values;  // D S
+  Divisor by_groups;          // of a sample
+};
+
+inline WholeUnits whole_units(const Dimensions& d, const OnChip& chip) {
+  const auto shift = [](std::int64_t n) { return std::countr_zero(static_cast<std::uint64_t>(n)); };
+  return {shift(chip.cluster), shift(d.D), shift(d.tree.spatial_units), d.D * d.S, Divisor(d.G)};
+}
+
+struct WholePlace {
+  std::int64_t group;
+  int rank, warp, lane, item;
+};
+
+__device__ __forceinline__ WholePlace whole_place(const OnChip& chip, const WholeUnits& units) {
+  const unsigned block = block_index();
+  WholePlace r;
+  r.group = block >> units.cluster_shift;
+  r.rank = static_cast<int>(block) & (chip.cluster - 1);
   r.warp = static_cast<int>(threadIdx.x) / kLanes;
   r.lane = static_cast<int>(threadIdx.x) % kLanes;
   r.item = r.rank * chip.warps + r.warp;

@@ -12,23 +12,42 @@ namespace steadynorm::cuda {
 
 namespace {
 
+// Threads of an SM that registers are for: of 16-bit x and dy, their values take 64 of them, of fp32 128.
+template <class T, class U, Activation A>
+constexpr int kGradientBound = sizeof(T) + sizeof(U) > 4   ? 256
+                               : A == Activation::gelu_tanh ? 384
+                                                            : 512;
+template <class T, class U, Activation A>
+constexpr int kWholeGradientBound = sizeof(T) + sizeof(U) > 4 ? 384
+                                    : A == Activation::gelu || A == Activation::gelu_tanh
+                                        ? 512
+                                        : 640;
+
 struct BackwardShared {
   Mailbox box;
   float2 units[kMaxOnChipWarps];  // rounded as a sweep stores them
   ChannelSums block;
   GroupMeans means;
+  Coefficients coefficients[kMaxOnChipWarps];  // of each unit's channel; only where units are whole
 };
 
 // The sums of a unit by one warp, whose values stay in raw_x and raw_dy; lane 0 gets them.
 template <class T, class U, Activation A, bool kFull>
-__device__ __forceinline__ ChannelSums unit_sums(const Packed<T, kLaneWidth> (&raw_x)[kMicroBatchRows],
-                                                 const Packed<U, kLaneWidth> (&raw_dy)[kMicroBatchRows],
-                                                 int length, int lane, const Coefficients& c) {
-  const Pair sums = micro_batch_sum<kMicroBatchRows, kLaneWidth>([&](int v, int j) {
-    const Gradient g = backward_value<A>(raw_x[v][j], raw_dy[v][j], c);
-    const bool there = kFull || j < lane_rest(length, lane, v);
-    return there ? Pair{g.dz, g.dz * g.normalized} : Pair{0.0f, 0.0f};
-  });
+__device__ __forceinline__ ChannelSums unit_sums(Packed<T, kLaneWidth> (&raw_x)[kMicroBatchRows],
+                                                 Packed<U, kLaneWidth> (&raw_dy)[kMicroBatchRows], int length,
+                                                 int lane, const Coefficients& c, std::uint32_t nothing) {
+  const Pair sums = micro_batch_sum<kMicroBatchRows, kLaneWidth>(
+      [&](int v, int j) {
+        const Gradient g = backward_value<A>(raw_x[v][j], raw_dy[v][j], c);
+        const bool there = kFull || j < lane_rest(length, lane, v);
+        return there ? Pair{g.dz, g.dz * g.normalized} : Pair{0.0f, 0.0f};
+      },
+      [&](int j, const Pair& column) {
+        if (j % 2 == 0) return;
+        const int next = (j / 2 + 1) % (kLaneWidth / 2);
+        unpack_after(raw_x, next, column.first, nothing);
+        unpack_after(raw_dy, next, column.first, nothing);
+      });
   const int lanes = kFull || length >= kLeafRow ? kLanes : (length + kLaneWidth - 1) / kLaneWidth;
   return warp_tree(ChannelSums{sums.first, sums.second}, kLanes, lanes);
 }
@@ -56,24 +75,23 @@ __device__ __forceinline__ ChannelSums finish_row(const BackwardCall& call, cons
 // has 2^spatial_shift units, of which the last are absent.
 __device__ __forceinline__ void merge_channels(const BackwardCall& call, const OnChip& chip,
                                                const Wanted& wanted, int spatial_shift,
-                                               BackwardShared& shared, const OnChipPlace& at) {
-  if (at.warp != 0) return;
-  const Split group = split(at.group, call.d.G);
+                                               BackwardShared& shared, int rank, int lane,
+                                               const Split& group) {
   const int units = 1 << spatial_shift, spatial_units = static_cast<int>(call.d.tree.spatial_units);
   const int D = static_cast<int>(call.d.D);
   ChannelSums sums{};
-  if (at.lane < chip.warps) sums = {shared.units[at.lane].x, shared.units[at.lane].y};
+  if (lane < chip.warps) sums = {shared.units[lane].x, shared.units[lane].y};
   // Lane i of `lanes`, a power of two, holds the node of `run` items from first + i * run on. Within a channel
   // first; then its row is complete, and channels follow.
   const auto merge_lanes = [&](int first, int run, int lanes, bool rows, bool writes) {
-    const int item = first + at.lane * run;
+    const int item = first + lane * run;
     const int channel = item >> spatial_shift, place = item & (units - 1);
     int step = 1;
     for (; step < lanes && step * run < units; step *= 2) {
       const ChannelSums right = shuffle_down(sums, step);
       if (place + step * run < spatial_units) sums = merge(sums, right);
     }
-    if (rows && place == 0 && channel < D && at.lane < lanes)
+    if (rows && place == 0 && channel < D && lane < lanes)
       sums = finish_row(call, wanted, group.quotient, group.remainder * D + channel, sums, writes);
     for (; step < lanes; step *= 2) {
       const ChannelSums right = shuffle_down(sums, step);
@@ -81,23 +99,23 @@ __device__ __forceinline__ void merge_channels(const BackwardCall& call, const O
     }
   };
   const bool whole_channels = chip.warps >= units;
-  merge_lanes(at.rank * chip.warps, 1, chip.warps, whole_channels, true);
+  merge_lanes(rank * chip.warps, 1, chip.warps, whole_channels, true);
   if (chip.cluster > 1) {
-    if (at.lane == 0) shared.block = sums;
+    if (lane == 0) shared.block = sums;
     warp_barrier();
     sums = shared.block;
-    if (at.lane < chip.cluster) send_message(shared.box, at.rank, at.lane, sums.dz, sums.dz_normalized, 0);
+    if (lane < chip.cluster) send_message(shared.box, rank, lane, sums.dz, sums.dz_normalized, 0);
     await_messages(shared.box, chip.cluster);
-    const double* const slot = shared.box.slots[at.lane < chip.cluster ? at.lane : 0];
+    const double* const slot = shared.box.slots[lane < chip.cluster ? lane : 0];
     sums = {slot[0], slot[1]};
-    merge_lanes(0, chip.warps, power_of_two_from(chip.cluster), !whole_channels, at.rank == 0);
+    merge_lanes(0, chip.warps, power_of_two_from(chip.cluster), !whole_channels, rank == 0);
   }
-  if (at.lane == 0)
+  if (lane == 0)
     shared.means = group_means(sums, static_cast<double>(call.d.D) * static_cast<double>(call.d.S));
 }
 
 template <class T, class U, Activation A>
-__global__ void __launch_bounds__(kOnChipBound<sizeof(T) + sizeof(U)>)
+__global__ void __launch_bounds__(kGradientBound<T, U, A>)
     backward_on_chip(const BackwardCall call, const OnChip chip, const int spatial_shift,
                      const Wanted wanted) {
   BackwardShared& shared = *shared_memory<BackwardShared>();
@@ -119,34 +137,109 @@ __global__ void __launch_bounds__(kOnChipBound<sizeof(T) + sizeof(U)>)
                                          at.lane, true);
       const RowPlace row = row_place(call.d, unit.row);
       c = load_coefficients(call, row.n, row.c, row.group);
-      sums = length == kLeafBlock ? unit_sums<T, U, A, true>(raw_x, raw_dy, length, at.lane, c)
-                                  : unit_sums<T, U, A, false>(raw_x, raw_dy, length, at.lane, c);
+      sums = length == kLeafBlock ? unit_sums<T, U, A, true>(raw_x, raw_dy, length, at.lane, c, nothing_of(chip))
+                                  : unit_sums<T, U, A, false>(raw_x, raw_dy, length, at.lane, c, nothing_of(chip));
     }
     if (at.lane == 0)
       shared.units[at.warp] = {static_cast<float>(sums.dz), static_cast<float>(sums.dz_normalized)};
   }
-  unpack_again(raw_x);
-  unpack_again(raw_dy);
   if (chip.cluster > 1) await_mailboxes();
   __syncthreads();
   // Again, and below once more, so that no register keeps it meanwhile.
-  merge_channels(call, chip, wanted, spatial_shift, shared, on_chip_place(chip));
+  if (threadIdx.x < kLanes) {
+    const OnChipPlace at = on_chip_place(chip);
+    merge_channels(call, chip, wanted, spatial_shift, shared, at.rank, at.lane, split(at.group, call.d.G));
+  }
   __syncthreads();
 
   const OnChipPlace at = on_chip_place(chip);
   const ChannelUnit unit = contiguous_sum_item(call.d, at.group, at.item, spatial_shift);
   const GroupMeans means = shared.means;
+  const std::uint32_t nothing = nothing_of(chip);
+  float before = means.dz;
   const int offset = kLaneWidth * at.lane;
   T* const dx = static_cast<T*>(call.dx) + unit.begin + offset;
 #pragma unroll
   for (int v = 0; v < kMicroBatchRows; ++v) {
     if (kLeafRow * v + offset >= unit.length) break;
+    unpack_after(raw_x[v], before, nothing);
+    unpack_after(raw_dy[v], before, nothing);
     float values[kLaneWidth];
 #pragma unroll
     for (int j = 0; j < kLaneWidth; ++j) {
       const Gradient g = backward_value<A>(raw_x[v][j], raw_dy[v][j], c);
       values[j] = input_gradient(c.weight, g.dz, g.normalized, means, c.statistics.rstd);
     }
+    before = values[0];
+    store(dx + kLeafRow * v, values, true, kLaneWidth);
+  }
+}
+
+template <class T, class U, Activation A>
+__global__ void __launch_bounds__(kWholeGradientBound<T, U, A>)
+    backward_whole_units(const BackwardCall call, const OnChip chip, const WholeUnits units,
+                         const Wanted wanted) {
+  BackwardShared& shared = *shared_memory<BackwardShared>();
+  release_next();
+  wait_for_previous();
+  Packed<T, kLaneWidth> raw_x[kMicroBatchRows];
+  Packed<U, kLaneWidth> raw_dy[kMicroBatchRows];
+  // Items are in the order of the tree: places along S, then channels; so they lie in memory.
+  const auto offset = [&](const WholePlace& at) {
+    return at.group * units.group_values + at.item * kLeafBlock + kLaneWidth * at.lane;
+  };
+  {
+    const WholePlace at = whole_place(chip, units);
+    const T* const x = static_cast<const T*>(call.x) + offset(at);
+    const U* const dy = static_cast<const U*>(call.dy) + offset(at);
+#pragma unroll
+    for (int v = 0; v < kMicroBatchRows; ++v) {
+      raw_x[v] = load<T, kLaneWidth>(x + kLeafRow * v);
+      raw_dy[v] = load<U, kLaneWidth>(dy + kLeafRow * v);
+    }
+  }
+  if (chip.cluster > 1) open_mailbox(shared.box, chip.cluster);
+  {
+    const WholePlace at = whole_place(chip, units);
+    if (at.lane == 0) {
+      const Split group = split(at.group, units.by_groups);
+      shared.coefficients[at.warp] =
+          load_coefficients(call, group.quotient,
+                            group.remainder * call.d.D + (at.item >> units.spatial_shift), at.group);
+    }
+    warp_barrier();
+    const Coefficients c = shared.coefficients[at.warp];
+    const ChannelSums sums =
+        unit_sums<T, U, A, true>(raw_x, raw_dy, kLeafBlock, at.lane, c, nothing_of(chip));
+    if (at.lane == 0)
+      shared.units[at.warp] = {static_cast<float>(sums.dz), static_cast<float>(sums.dz_normalized)};
+  }
+  if (chip.cluster > 1) await_mailboxes();
+  __syncthreads();
+  if (threadIdx.x < kLanes) {
+    const WholePlace at = whole_place(chip, units);
+    merge_channels(call, chip, wanted, units.spatial_shift, shared, at.rank, at.lane,
+                   split(at.group, units.by_groups));
+  }
+  __syncthreads();
+
+  const WholePlace at = whole_place(chip, units);
+  const Coefficients c = shared.coefficients[at.warp];
+  const GroupMeans means = shared.means;
+  const std::uint32_t nothing = nothing_of(chip);
+  float before = means.dz;
+  T* const dx = static_cast<T*>(call.dx) + offset(at);
+#pragma unroll
+  for (int v = 0; v < kMicroBatchRows; ++v) {
+    unpack_after(raw_x[v], before, nothing);
+    unpack_after(raw_dy[v], before, nothing);
+    float values[kLaneWidth];
+#pragma unroll
+    for (int j = 0; j < kLaneWidth; ++j) {
+      const Gradient g = backward_value<A>(raw_x[v][j], raw_dy[v][j], c);
+      values[j] = input_gradient(c.weight, g.dz, g.normalized, means, c.statistics.rstd);
+    }
+    before = values[0];
     store(dx + kLeafRow * v, values, true, kLaneWidth);
   }
 }
@@ -155,6 +248,7 @@ __global__ void __launch_bounds__(kOnChipBound<sizeof(T) + sizeof(U)>)
 
 template <Activation A>
 cudaError_t backward_on_chip_of(const BackwardCall& call, const Plan& plan, const Queue& queue) {
+  const OnChip& chip = plan.backward_on_chip;
   Launch shape = plan.group_gradient;
   shape.shared_bytes = sizeof(BackwardShared);
   const int spatial_shift =
@@ -163,7 +257,10 @@ cudaError_t backward_on_chip_of(const BackwardCall& call, const Plan& plan, cons
     return dispatch(call.y_type, [&](auto y_type) {
       using T = typename decltype(x_type)::type;
       using U = typename decltype(y_type)::type;
-      return launch(backward_on_chip<T, U, A>, shape, queue, call, plan.backward_on_chip, spatial_shift,
+      if (has_whole_units(call.d.tree))
+        return launch(backward_whole_units<T, U, A>, shape, queue, call, chip, whole_units(call.d, chip),
+                      call.wanted());
+      return launch(backward_on_chip<T, U, A>, shape, queue, call, chip, spatial_shift,
                     call.wanted());
     });
   });

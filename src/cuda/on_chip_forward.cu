@@ -21,9 +21,12 @@ __device__ __forceinline__ Moments unit_moments(Packed<T, kLaneWidth> (&raw)[kMi
                                                 int length, int lane) {
   constexpr int kOfMicroBatch = kMicroBatchRows * kLaneWidth;
   const float pivot = raw[0][0];
+  const auto again = [&](int j, float) {
+    if (j == kLaneWidth - 1) unpack_again(raw);
+  };
   if (length == kLeafBlock) {
-    const PivotSums sums =
-        add_rows<T, kMicroBatchRows, true>({}, pivot, raw, x, kLeafBlock, lane, kOfMicroBatch);
+    const PivotSums sums = add_rows<T, kMicroBatchRows, true>({}, pivot, raw, x, kLeafBlock, lane,
+                                                              kOfMicroBatch, again);
     return with_count(warp_tree(without_count(moments_of(sums, kOfMicroBatch, 1.0 / kOfMicroBatch, pivot)),
                                 kOfMicroBatch),
                       kLeafBlock);
@@ -31,9 +34,108 @@ __device__ __forceinline__ Moments unit_moments(Packed<T, kLaneWidth> (&raw)[kMi
   const int count = lane_count(length, lane);
   Moments moments{};
   if (count > 0)
-    moments = moments_of(add_rows<T, kMicroBatchRows, false>({}, pivot, raw, x, length, lane, count), count,
-                         1.0 / count, pivot);
+    moments =
+        moments_of(add_rows<T, kMicroBatchRows, false>({}, pivot, raw, x, length, lane, count, again), count,
+                   1.0 / count, pivot);
   return warp_tree(moments, kLanes);
+}
+
+struct WholeShared {
+  Mailbox box;
+  Node nodes[kMaxOnChipWarps];
+  float2 parameters[kMaxOnChipWarps];  // weight and bias of each unit's channel
+  Statistics statistics;
+};
+
+// A lane's first value. Items are in the order of the tree: channels, then places along S.
+__device__ __forceinline__ std::int64_t whole_offset(const ForwardCall& call, const WholeUnits& units,
+                                                     const WholePlace& at) {
+  const int channel = at.item & ((1 << units.channel_shift) - 1), place = at.item >> units.channel_shift;
+  return at.group * units.group_values + channel * call.d.S + place * kLeafBlock + kLaneWidth * at.lane;
+}
+
+// By the first warp of every block.
+__device__ __forceinline__ void merge_whole_group(const ForwardCall& call, const OnChip& chip,
+                                                  const WholeUnits& units, WholeShared& shared) {
+  const WholePlace at = whole_place(chip, units);
+  Node node = warp_tree_equal(shared.nodes[at.lane & (chip.warps - 1)], chip.warps, kLeafBlock);
+  if (chip.cluster > 1) {
+    if (at.lane == 0) shared.nodes[0] = node;
+    warp_barrier();
+    node = shared.nodes[0];
+    if (at.lane < chip.cluster) send_message(shared.box, at.rank, at.lane, node.mean, node.m2, 0);
+    await_messages(shared.box, chip.cluster);
+    const double* const slot = shared.box.slots[at.lane & (chip.cluster - 1)];
+    node = warp_tree_equal({slot[0], slot[1]}, chip.cluster, kLeafBlock * chip.warps);
+  }
+  if (at.lane != 0) return;
+  shared.statistics = statistics_of(with_count(node, static_cast<double>(units.group_values)), call.eps);
+  if (at.rank == 0) store_statistics(call, at.group, shared.statistics);
+}
+
+template <class T>  // threads of an SM that registers are for
+constexpr int kWholeBound = sizeof(T) == 2 ? 896 : 512;
+
+template <class T, Activation A>
+__global__ void __launch_bounds__(kWholeBound<T>)
+    forward_whole_units(const ForwardCall call, const OnChip chip, const WholeUnits units) {
+  constexpr int kOfMicroBatch = kMicroBatchRows * kLaneWidth;
+  WholeShared& shared = *shared_memory<WholeShared>();
+  release_next();
+  wait_for_previous();
+  Packed<T, kLaneWidth> raw[kMicroBatchRows];
+  {
+    const WholePlace at = whole_place(chip, units);
+    const T* const x = static_cast<const T*>(call.x) + whole_offset(call, units, at);
+#pragma unroll
+    for (int v = 0; v < kMicroBatchRows; ++v) raw[v] = load<T, kLaneWidth>(x + kLeafRow * v);
+  }
+  if (chip.cluster > 1) open_mailbox(shared.box, chip.cluster);
+  {
+    const WholePlace at = whole_place(chip, units);
+    if (at.lane == 0) {
+      const Split group = split(at.group, units.by_groups);
+      const std::int64_t n = group.quotient;
+      const std::int64_t channel =
+          group.remainder * call.d.D + (at.item & ((1 << units.channel_shift) - 1));
+      shared.parameters[at.warp] = {load_parameter(call.weight, n, channel, 1.0f),
+                                    load_parameter(call.bias, n, channel, 0.0f)};
+    }
+    const std::uint32_t nothing = nothing_of(chip);
+    const float pivot = raw[0][0];
+    const PivotSums sums = add_rows<T, kMicroBatchRows, true>(
+        {}, pivot, raw, static_cast<const T*>(call.x) + whole_offset(call, units, at) - kLaneWidth * at.lane,
+        kLeafBlock, at.lane, kOfMicroBatch, [&](int j, float sum) {
+          if (j % 2 == 1 && j + 1 < kLaneWidth) unpack_after(raw, j / 2 + 1, sum, nothing);
+          if (j + 1 == kLaneWidth)
+#pragma unroll
+            for (int v = 0; v < kMicroBatchRows; ++v) unpack_after(raw[v], sum, nothing);
+        });
+    const Node node = warp_tree_equal(
+        without_count(moments_of(sums, kOfMicroBatch, 1.0 / kOfMicroBatch, pivot)), kLanes, kOfMicroBatch);
+    if (at.lane == 0) shared.nodes[at.warp] = node;
+  }
+  if (chip.cluster > 1) await_mailboxes();
+  __syncthreads();
+  if (threadIdx.x < kLanes) merge_whole_group(call, chip, units, shared);
+  __syncthreads();
+
+  const WholePlace at = whole_place(chip, units);
+  const float2 parameters = shared.parameters[at.warp];
+  const Coefficients c{shared.statistics, parameters.x, parameters.x * shared.statistics.rstd, parameters.y};
+  const std::uint32_t nothing = nothing_of(chip);
+  with_type(call.y_type, [&](auto type) {
+    using Y = typename decltype(type)::type;
+    Y* const y = static_cast<Y*>(call.y) + whole_offset(call, units, at);
+#pragma unroll
+    for (int v = 0; v < kMicroBatchRows; ++v) {
+      float values[kLaneWidth];
+#pragma unroll
+      for (int j = 0; j < kLaneWidth; ++j) values[j] = forward_value<A>(raw[v][j], c);
+      store(y + kLeafRow * v, values, true, kLaneWidth);
+      if (v + 1 < kMicroBatchRows) unpack_after(raw[v + 1], values[0], nothing);
+    }
+  });
 }
 
 // From the units' nodes to the statistics of the group, by the first warp of every block of its cluster.
@@ -65,7 +167,7 @@ __device__ __forceinline__ RowPlace row_of(const ForwardCall& call, const OnChip
 }
 
 template <class T, Activation A>
-__global__ void __launch_bounds__(kOnChipBound<sizeof(T)>)
+__global__ void __launch_bounds__(512)
     forward_on_chip(const ForwardCall call, const OnChip chip, const int channel_shift) {
   ForwardShared& shared = *shared_memory<ForwardShared>();
   if (chip.cluster > 1) open_mailbox(shared.box, chip.cluster);
@@ -127,11 +229,16 @@ int largest_cluster_on_chip() {
 }
 
 cudaError_t launch_forward_on_chip(const ForwardCall& call, const Plan& plan, const Queue& queue) {
+  const OnChip& chip = plan.forward_on_chip;
+  const bool whole = has_whole_units(call.d.tree);
   Launch shape = plan.group;
-  shape.shared_bytes = sizeof(ForwardShared);
+  shape.shared_bytes = whole ? sizeof(WholeShared) : sizeof(ForwardShared);
   return dispatch(call.x_type, [&](auto type) {
     return dispatch(call.activation, [&](auto activation) {
       using T = typename decltype(type)::type;
+      if (whole)
+        return launch(forward_whole_units<T, activation()>, shape, queue, call, chip,
+                      whole_units(call.d, chip));
       return launch(forward_on_chip<T, activation()>, shape, queue, call, plan.forward_on_chip,
                     channel_shift(call.d.tree));
     });

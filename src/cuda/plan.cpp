@@ -204,7 +204,8 @@ void choose_on_chip(Plan& plan, const Problem& p, const Tree& tree, const Device
       choose_on_chip(padded_roots(tree), tree.roots(), kMaxOnChipWarps, device, choice);
   plan.group = launch_of(plan.forward_on_chip);
   if (p.positions <= kLeafRow) return;
-  const int most_warps = size_of(p.x) + size_of(p.y) > 4 ? kMaxOnChipWarps / 2 : kMaxOnChipWarps;
+  const bool narrow = size_of(p.x) + size_of(p.y) <= 4;
+  const int most_warps = narrow && has_whole_units(tree) ? kMaxOnChipWarps : kMaxOnChipWarps / 2;
   plan.backward_on_chip = choose_on_chip(D * power_of_two_from(tree.spatial_units), D * tree.spatial_units,
                                          most_warps, device, choice);
   plan.group_gradient = launch_of(plan.backward_on_chip);
@@ -254,6 +255,13 @@ std::ostream& operator<<(std::ostream& out, const Launch& l) {
 }  // namespace
 
 Tree tree_of(const Problem& p) { return make_tree(p.channels_per_group(), p.positions, p.layout); }
+
+bool has_whole_units(const Tree& tree) {
+  const auto is_power_of_two = [](std::int64_t n) { return (n & (n - 1)) == 0; };
+  return tree.unit_channels == 1 && tree.unit_positions == kLeafBlock &&
+         tree.positions == tree.spatial_units * kLeafBlock && is_power_of_two(tree.channels) &&
+         is_power_of_two(tree.spatial_units);
+}
 
 std::int64_t padded_roots(const Tree& tree) {
   return tree.spatial_units * power_of_two_from(tree.channel_units);

@@ -122,6 +122,9 @@ Tree tree_of(const Problem&);
 // power of two.
 std::int64_t padded_roots(const Tree&);
 
+// Whether a contiguous group is 2^k units, each a full block of one channel: it has kernels of its own.
+bool has_whole_units(const Tree&);
+
 constexpr int kPortableCluster = 8;  // blocks of a cluster on every device that has them
 constexpr int kMaxCluster = 16;
 constexpr int kMaxOnChipWarps = 16;

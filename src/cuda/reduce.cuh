@@ -47,6 +47,14 @@ __device__ __forceinline__ Node warp_tree(Node node, double count) {
   return node;
 }
 
+// Over `width` lanes, a power of two, whose nodes are all there and have `count` values each.
+__device__ __forceinline__ Node warp_tree_equal(Node node, int width, double count) {
+#pragma unroll 1
+  for (int step = 1; step < width; step *= 2, count *= 2)
+    node = merge_equal(node, shuffle_down(node, step), count * 0.5);
+  return node;
+}
+
 // Over aligned segments of `width` lanes, a power of two; the first lane of each gets its root.
 __device__ __forceinline__ Moments warp_tree(Moments m, int width) {
   const int lane = threadIdx.x % kLanes;

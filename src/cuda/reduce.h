@@ -52,16 +52,22 @@ STEADYNORM_HD float plus_missing(float column) { return column + 0.0f; }
 STEADYNORM_HD Pair plus_missing(const Pair& column) { return column + Pair{0.0f, 0.0f}; }
 
 // Over the kRows x kWidth values (v, j) of a micro-batch: v first, then j. With kRows = 1 rows 1..7 are
-// missing, and adding their +0 is one addition (it matters for -0 alone).
-template <int kRows, int kWidth, class Value>
-STEADYNORM_HD auto micro_batch_sum(const Value& value) {
+// missing, and adding their +0 is one addition (it matters for -0 alone). done(j, sum) follows column j.
+template <int kRows, int kWidth, class Value, class Done>
+STEADYNORM_HD auto micro_batch_sum(const Value& value, const Done& done) {
   return tree_sum<kWidth>([&](int j) {
     const auto column = tree_sum<kRows>([&](int v) { return value(v, j); });
+    done(j, column);
     if constexpr (kRows == kMicroBatchRows)
       return column;
     else
       return plus_missing(column);
   });
+}
+
+template <int kRows, int kWidth, class Value>
+STEADYNORM_HD auto micro_batch_sum(const Value& value) {
+  return micro_batch_sum<kRows, kWidth>(value, [](int, const auto&) {});
 }
 
 // The micro-batch again, in double and in order, from the values where they lie: stored(v, j).
@@ -88,18 +94,19 @@ STEADYNORM_HD Node micro_batch_in_double(const Stored& stored, const Present& pr
 
 // One more micro-batch of a lane. x(v, j) is +0 where present_at(v, j) is false; kFull promises that all are
 // there. The rare second computation reads the values again by stored(v, j): kept in registers, they would
-// cost every other one dearly. between() runs after x's first use.
-template <int kRows, int kWidth, bool kFull, class Value, class Stored, class Present, class Between>
+// cost every other one dearly. after(j, sum) follows each column j of the two sums.
+template <int kRows, int kWidth, bool kFull, class Value, class Stored, class Present, class After>
 STEADYNORM_HD PivotSums add_lane_values(const PivotSums& before, float pivot, const Value& x,
                                         const Stored& stored, const Present& present_at, int count,
-                                        const Between& between) {
+                                        const After& after) {
   const int n = kFull ? kRows * kWidth : count;
-  const float m = micro_batch_sum<kRows, kWidth>(x) / static_cast<float>(n);
-  between();
-  const auto [d, q] = micro_batch_sum<kRows, kWidth>([&](int v, int j) {
-    const float e = kFull || present_at(v, j) ? x(v, j) - m : 0.0f;
-    return Pair{e, e * e};
-  });
+  const float m = micro_batch_sum<kRows, kWidth>(x, after) / static_cast<float>(n);
+  const auto [d, q] = micro_batch_sum<kRows, kWidth>(
+      [&](int v, int j) {
+        const float e = kFull || present_at(v, j) ? x(v, j) - m : 0.0f;
+        return Pair{e, e * e};
+      },
+      [&](int j, const Pair& column) { after(j, column.first); });
   bool exact = is_reliable(q);
   if (!exact) {
     // Constant values are the common case here (the background of a volume), and need no double: their sum is

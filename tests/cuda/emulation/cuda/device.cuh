@@ -124,6 +124,10 @@ void store_words(void* p, const std::uint32_t (&w)[kWords]) {
 template <int kWords>
 void forget_words(std::uint32_t (&)[kWords]) {}
 
+inline void wait_for(std::uint32_t& word, float value, std::uint32_t nothing) {
+  word |= bits_of(value) & nothing;
+}
+
 template <class T>
 float to_fp32(T value) {
   return to_float(value);
