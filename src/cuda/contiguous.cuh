@@ -49,6 +49,7 @@ __device__ __forceinline__ PivotSums add_block(const PivotSums& before, float& p
   Packed<T, kLaneWidth> raw[kRows];
   load_leaf_rows<T, kRows>(raw, block, 0, length, lane, aligned);
   if (first) pivot = raw[0][0];
+  // H200, 2026-11-30: unpack_next() here, 64 registers instead of 96, read 1 GiB 5 % slower.
   return add_rows<T, kRows, kFull>(before, pivot, raw, block, length, lane, count, [&](int j, float) {
     if (j == kLaneWidth - 1) unpack_again(raw);
   });

@@ -66,23 +66,35 @@ __device__ __forceinline__ void unpack_again(Packed<T, W> (&raw)[kCount]) {
   }
 }
 
-// For values that stay packed in registers while they are used several times: those of columns 2 i and 2 i + 1
-// are unpacked only when `value` is there, each time anew. Left to itself the compiler unpacks all of them at
-// once, and keeps them: twice the registers. fp32 needs no unpacking.
-template <class T, int W, int kCount>
-__device__ __forceinline__ void unpack_after(Packed<T, W> (&raw)[kCount], int i, float value,
-                                             std::uint32_t nothing) {
-  if constexpr (!kIsFloat<T>) {
-#pragma unroll
-    for (int v = 0; v < kCount; ++v) wait_for(raw[v].words[i], value, nothing);
-  }
+// 0, which the compiler does not know; of a number below 2^16.
+__device__ __forceinline__ std::uint32_t nothing_of(int number) {
+  return static_cast<std::uint32_t>(number) >> 16;
 }
 
+// For 16-bit values that stay packed in registers while they are used several times: they are unpacked only
+// when `value` is there, each time anew. Left to itself the compiler unpacks all of them at once, and keeps
+// them: twice the registers. `nothing` is 0, which the compiler does not know.
 template <class T, int W>
 __device__ __forceinline__ void unpack_after(Packed<T, W>& raw, float value, std::uint32_t nothing) {
   if constexpr (!kIsFloat<T>) {
 #pragma unroll
     for (int i = 0; i < Packed<T, W>::kWords; ++i) wait_for(raw.words[i], value, nothing);
+  }
+}
+
+// The same within sums of micro-batches, column by column: after the sum of column j.
+template <class T, int W, int kCount>
+__device__ __forceinline__ void unpack_next(Packed<T, W> (&raw)[kCount], int j, float sum,
+                                            std::uint32_t nothing) {
+  if constexpr (!kIsFloat<T>) {
+    if (j % 2 == 0) return;
+#pragma unroll
+    for (int v = 0; v < kCount; ++v) {
+      if (j + 1 < W)
+        wait_for(raw[v].words[j / 2 + 1], sum, nothing);
+      else
+        unpack_after(raw[v], sum, nothing);
+    }
   }
 }
 

@@ -10,11 +10,6 @@ namespace steadynorm::cuda {
 
 namespace {
 
-// 0, which the compiler does not know.
-__device__ __forceinline__ std::uint32_t nothing_of(const OnChip& chip) {
-  return static_cast<std::uint32_t>(chip.warps) >> 16;
-}
-
 struct OnChipPlace {
   std::int64_t group;
   int rank;  // of the block in its cluster

@@ -43,10 +43,8 @@ __device__ __forceinline__ ChannelSums unit_sums(Packed<T, kLaneWidth> (&raw_x)[
         return there ? Pair{g.dz, g.dz * g.normalized} : Pair{0.0f, 0.0f};
       },
       [&](int j, const Pair& column) {
-        if (j % 2 == 0) return;
-        const int next = (j / 2 + 1) % (kLaneWidth / 2);
-        unpack_after(raw_x, next, column.first, nothing);
-        unpack_after(raw_dy, next, column.first, nothing);
+        unpack_next(raw_x, j, column.first, nothing);
+        unpack_next(raw_dy, j, column.first, nothing);
       });
   const int lanes = kFull || length >= kLeafRow ? kLanes : (length + kLaneWidth - 1) / kLaneWidth;
   return warp_tree(ChannelSums{sums.first, sums.second}, kLanes, lanes);
@@ -137,8 +135,8 @@ __global__ void __launch_bounds__(kGradientBound<T, U, A>)
                                          at.lane, true);
       const RowPlace row = row_place(call.d, unit.row);
       c = load_coefficients(call, row.n, row.c, row.group);
-      sums = length == kLeafBlock ? unit_sums<T, U, A, true>(raw_x, raw_dy, length, at.lane, c, nothing_of(chip))
-                                  : unit_sums<T, U, A, false>(raw_x, raw_dy, length, at.lane, c, nothing_of(chip));
+      sums = length == kLeafBlock ? unit_sums<T, U, A, true>(raw_x, raw_dy, length, at.lane, c, nothing_of(chip.warps))
+                                  : unit_sums<T, U, A, false>(raw_x, raw_dy, length, at.lane, c, nothing_of(chip.warps));
     }
     if (at.lane == 0)
       shared.units[at.warp] = {static_cast<float>(sums.dz), static_cast<float>(sums.dz_normalized)};
@@ -155,7 +153,7 @@ __global__ void __launch_bounds__(kGradientBound<T, U, A>)
   const OnChipPlace at = on_chip_place(chip);
   const ChannelUnit unit = contiguous_sum_item(call.d, at.group, at.item, spatial_shift);
   const GroupMeans means = shared.means;
-  const std::uint32_t nothing = nothing_of(chip);
+  const std::uint32_t nothing = nothing_of(chip.warps);
   float before = means.dz;
   const int offset = kLaneWidth * at.lane;
   T* const dx = static_cast<T*>(call.dx) + unit.begin + offset;
@@ -210,7 +208,7 @@ __global__ void __launch_bounds__(kWholeGradientBound<T, U, A>)
     warp_barrier();
     const Coefficients c = shared.coefficients[at.warp];
     const ChannelSums sums =
-        unit_sums<T, U, A, true>(raw_x, raw_dy, kLeafBlock, at.lane, c, nothing_of(chip));
+        unit_sums<T, U, A, true>(raw_x, raw_dy, kLeafBlock, at.lane, c, nothing_of(chip.warps));
     if (at.lane == 0)
       shared.units[at.warp] = {static_cast<float>(sums.dz), static_cast<float>(sums.dz_normalized)};
   }
@@ -226,7 +224,7 @@ __global__ void __launch_bounds__(kWholeGradientBound<T, U, A>)
   const WholePlace at = whole_place(chip, units);
   const Coefficients c = shared.coefficients[at.warp];
   const GroupMeans means = shared.means;
-  const std::uint32_t nothing = nothing_of(chip);
+  const std::uint32_t nothing = nothing_of(chip.warps);
   float before = means.dz;
   T* const dx = static_cast<T*>(call.dx) + offset(at);
 #pragma unroll

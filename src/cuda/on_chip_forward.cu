@@ -18,12 +18,10 @@ struct ForwardShared {
 // The moments of a unit by one warp, whose values stay in `raw`; lane 0 gets them.
 template <class T>
 __device__ __forceinline__ Moments unit_moments(Packed<T, kLaneWidth> (&raw)[kMicroBatchRows], const T* x,
-                                                int length, int lane) {
+                                                int length, int lane, std::uint32_t nothing) {
   constexpr int kOfMicroBatch = kMicroBatchRows * kLaneWidth;
   const float pivot = raw[0][0];
-  const auto again = [&](int j, float) {
-    if (j == kLaneWidth - 1) unpack_again(raw);
-  };
+  const auto again = [&](int j, float sum) { unpack_next(raw, j, sum, nothing); };
   if (length == kLeafBlock) {
     const PivotSums sums = add_rows<T, kMicroBatchRows, true>({}, pivot, raw, x, kLeafBlock, lane,
                                                               kOfMicroBatch, again);
@@ -101,16 +99,12 @@ __global__ void __launch_bounds__(kWholeBound<T>)
       shared.parameters[at.warp] = {load_parameter(call.weight, n, channel, 1.0f),
                                     load_parameter(call.bias, n, channel, 0.0f)};
     }
-    const std::uint32_t nothing = nothing_of(chip);
+    const std::uint32_t nothing = nothing_of(chip.warps);
     const float pivot = raw[0][0];
     const PivotSums sums = add_rows<T, kMicroBatchRows, true>(
         {}, pivot, raw, static_cast<const T*>(call.x) + whole_offset(call, units, at) - kLaneWidth * at.lane,
-        kLeafBlock, at.lane, kOfMicroBatch, [&](int j, float sum) {
-          if (j % 2 == 1 && j + 1 < kLaneWidth) unpack_after(raw, j / 2 + 1, sum, nothing);
-          if (j + 1 == kLaneWidth)
-#pragma unroll
-            for (int v = 0; v < kMicroBatchRows; ++v) unpack_after(raw[v], sum, nothing);
-        });
+        kLeafBlock, at.lane, kOfMicroBatch,
+        [&](int j, float sum) { unpack_next(raw, j, sum, nothing); });
     const Node node = warp_tree_equal(
         without_count(moments_of(sums, kOfMicroBatch, 1.0 / kOfMicroBatch, pivot)), kLanes, kOfMicroBatch);
     if (at.lane == 0) shared.nodes[at.warp] = node;
@@ -123,7 +117,7 @@ __global__ void __launch_bounds__(kWholeBound<T>)
   const WholePlace at = whole_place(chip, units);
   const float2 parameters = shared.parameters[at.warp];
   const Coefficients c{shared.statistics, parameters.x, parameters.x * shared.statistics.rstd, parameters.y};
-  const std::uint32_t nothing = nothing_of(chip);
+  const std::uint32_t nothing = nothing_of(chip.warps);
   with_type(call.y_type, [&](auto type) {
     using Y = typename decltype(type)::type;
     Y* const y = static_cast<Y*>(call.y) + whole_offset(call, units, at);
@@ -186,7 +180,7 @@ __global__ void __launch_bounds__(512)
       if (at.lane == 0)
         shared.parameters[at.warp] = {load_parameter(call.weight, row.n, row.c, 1.0f),
                                       load_parameter(call.bias, row.n, row.c, 0.0f)};
-      moments = unit_moments(raw, x, length, at.lane);
+      moments = unit_moments(raw, x, length, at.lane, nothing_of(chip.warps));
     }
     if (at.lane == 0) shared.nodes[at.warp] = moments;
   }
