@@ -28,8 +28,8 @@ __device__ __forceinline__ void load_leaf_rows(Packed<T, kLaneWidth> (&raw)[kCou
   }
 }
 
-// What a lane adds of its rows of one block of a leaf, of `length` values, which lie at `block`. after(j, sum)
-// follows each column j of the sums.
+// What a lane adds of its rows of one block of a leaf, of `length` values, which lie at `block`. after(j,
+// sum) follows each column j of the sums.
 template <class T, int kRows, bool kFull, class After>
 __device__ __forceinline__ PivotSums add_rows(const PivotSums& before, float pivot,
                                               const Packed<T, kLaneWidth> (&raw)[kRows], const T* block,

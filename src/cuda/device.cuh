@@ -126,9 +126,10 @@ __device__ __forceinline__ void send_message(Mailbox& box, int from, int to, dou
   std::uint32_t arrived = static_cast<std::uint32_t>(__cvta_generic_to_shared(&box.arrived));
   asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(slot) : "r"(to));
   asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(arrived) : "r"(to));
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b64 [%0], {%1, %2}, [%3];" ::"r"(slot),
-               "l"(__double_as_longlong(a)), "l"(__double_as_longlong(b)), "r"(arrived)
-               : "memory");
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b64 [%0], {%1, %2}, [%3];" ::"r"(slot),
+      "l"(__double_as_longlong(a)), "l"(__double_as_longlong(b)), "r"(arrived)
+      : "memory");
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(slot + 16),
                "l"(__double_as_longlong(c)), "r"(arrived)
                : "memory");
@@ -142,7 +143,8 @@ __device__ __forceinline__ void await_messages(Mailbox& box, [[maybe_unused]] in
   std::uint32_t there = 0;
   while (!there)
     asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; selp.u32 %0, "
+        "1, 0, p; }"
         : "=r"(there)
         : "r"(arrived)
         : "memory");

@@ -17,7 +17,8 @@ struct OnChipPlace {
 };
 
 __device__ __forceinline__ OnChipPlace on_chip_place(const OnChip& chip) {
-  const unsigned block = block_index(), cluster = static_cast<unsigned>(chip.cluster), group = block / cluster;
+  const unsigned block = block_index(), cluster = static_cast<unsigned>(chip.cluster),
+                 group = block / cluster;
   OnChipPlace r;
   r.group = group;
   r.rank = static_cast<int>(block - group * cluster);
@@ -27,8 +28,8 @@ __device__ __forceinline__ OnChipPlace on_chip_place(const OnChip& chip) {
   return r;
 }
 
-// Groups of 2^k units, each a full block of one channel, as most that come from images and volumes of powers of
-// two: nodes need no counts then, and blocks fewer registers.
+// Groups of 2^k units, each a full block of one channel, as most that come from images and volumes of powers
+// of two: nodes need no counts then, and blocks fewer registers.
 struct WholeUnits {
   int cluster_shift, channel_shift, spatial_shift;
   std::int64_t group_values;  // D S
@@ -42,9 +43,10 @@ inline WholeUnits whole_units(const Dimensions& d, const OnChip& chip) {
 
 struct WholePlace {
   std::int64_t group;
-  int rank, warp, lane, item;
+  int rank, warp, lane, item;  // item: the warp's first
 };
 
+template <int kUnits>  // of a warp
 __device__ __forceinline__ WholePlace whole_place(const OnChip& chip, const WholeUnits& units) {
   const unsigned block = block_index();
   WholePlace r;
@@ -52,7 +54,7 @@ __device__ __forceinline__ WholePlace whole_place(const OnChip& chip, const Whol
   r.rank = static_cast<int>(block) & (chip.cluster - 1);
   r.warp = static_cast<int>(threadIdx.x) / kLanes;
   r.lane = static_cast<int>(threadIdx.x) % kLanes;
-  r.item = r.rank * chip.warps + r.warp;
+  r.item = (r.rank * chip.warps + r.warp) * kUnits;
   return r;
 }
 

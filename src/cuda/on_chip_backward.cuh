@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward, contiguous, for groups whose x and dy stay in the registers of one block or of a cluster: both are
-// read once. The sums are those of the sweeps, in the same tree: units, rows of channels, groups.
+// Backward, contiguous, for groups whose x and dy stay in the registers of one block or of a cluster: both
+// are read once. The sums are those of the sweeps, in the same tree: units, rows of channels, groups.
 #pragma once
 
 #include <bit>
@@ -14,14 +14,13 @@ namespace {
 
 // Threads of an SM that registers are for: of 16-bit x and dy, their values take 64 of them, of fp32 128.
 template <class T, class U, Activation A>
-constexpr int kGradientBound = sizeof(T) + sizeof(U) > 4   ? 256
+constexpr int kGradientBound = sizeof(T) + sizeof(U) > 4    ? 256
                                : A == Activation::gelu_tanh ? 384
                                                             : 512;
 template <class T, class U, Activation A>
-constexpr int kWholeGradientBound = sizeof(T) + sizeof(U) > 4 ? 384
-                                    : A == Activation::gelu || A == Activation::gelu_tanh
-                                        ? 512
-                                        : 640;
+constexpr int kWholeGradientBound = sizeof(T) + sizeof(U) > 4                             ? 384
+                                    : A == Activation::gelu || A == Activation::gelu_tanh ? 512
+                                                                                          : 640;
 
 struct BackwardShared {
   Mailbox box;
@@ -79,8 +78,8 @@ __device__ __forceinline__ void merge_channels(const BackwardCall& call, const O
   const int D = static_cast<int>(call.d.D);
   ChannelSums sums{};
   if (lane < chip.warps) sums = {shared.units[lane].x, shared.units[lane].y};
-  // Lane i of `lanes`, a power of two, holds the node of `run` items from first + i * run on. Within a channel
-  // first; then its row is complete, and channels follow.
+  // Lane i of `lanes`, a power of two, holds the node of `run` items from first + i * run on. Within a
+  // channel first; then its row is complete, and channels follow.
   const auto merge_lanes = [&](int first, int run, int lanes, bool rows, bool writes) {
     const int item = first + lane * run;
     const int channel = item >> spatial_shift, place = item & (units - 1);
@@ -135,8 +134,9 @@ __global__ void __launch_bounds__(kGradientBound<T, U, A>)
                                          at.lane, true);
       const RowPlace row = row_place(call.d, unit.row);
       c = load_coefficients(call, row.n, row.c, row.group);
-      sums = length == kLeafBlock ? unit_sums<T, U, A, true>(raw_x, raw_dy, length, at.lane, c, nothing_of(chip.warps))
-                                  : unit_sums<T, U, A, false>(raw_x, raw_dy, length, at.lane, c, nothing_of(chip.warps));
+      sums = length == kLeafBlock
+                 ? unit_sums<T, U, A, true>(raw_x, raw_dy, length, at.lane, c, nothing_of(chip.warps))
+                 : unit_sums<T, U, A, false>(raw_x, raw_dy, length, at.lane, c, nothing_of(chip.warps));
     }
     if (at.lane == 0)
       shared.units[at.warp] = {static_cast<float>(sums.dz), static_cast<float>(sums.dz_normalized)};
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kWholeGradientBound<T, U, A>)
     return at.group * units.group_values + at.item * kLeafBlock + kLaneWidth * at.lane;
   };
   {
-    const WholePlace at = whole_place(chip, units);
+    const WholePlace at = whole_place<1>(chip, units);
     const T* const x = static_cast<const T*>(call.x) + offset(at);
     const U* const dy = static_cast<const U*>(call.dy) + offset(at);
 #pragma unroll
@@ -198,12 +198,11 @@ __global__ void __launch_bounds__(kWholeGradientBound<T, U, A>)
   }
   if (chip.cluster > 1) open_mailbox(shared.box, chip.cluster);
   {
-    const WholePlace at = whole_place(chip, units);
+    const WholePlace at = whole_place<1>(chip, units);
     if (at.lane == 0) {
       const Split group = split(at.group, units.by_groups);
-      shared.coefficients[at.warp] =
-          load_coefficients(call, group.quotient,
-                            group.remainder * call.d.D + (at.item >> units.spatial_shift), at.group);
+      shared.coefficients[at.warp] = load_coefficients(
+          call, group.quotient, group.remainder * call.d.D + (at.item >> units.spatial_shift), at.group);
     }
     warp_barrier();
     const Coefficients c = shared.coefficients[at.warp];
@@ -215,13 +214,13 @@ __global__ void __launch_bounds__(kWholeGradientBound<T, U, A>)
   if (chip.cluster > 1) await_mailboxes();
   __syncthreads();
   if (threadIdx.x < kLanes) {
-    const WholePlace at = whole_place(chip, units);
+    const WholePlace at = whole_place<1>(chip, units);
     merge_channels(call, chip, wanted, units.spatial_shift, shared, at.rank, at.lane,
                    split(at.group, units.by_groups));
   }
   __syncthreads();
 
-  const WholePlace at = whole_place(chip, units);
+  const WholePlace at = whole_place<1>(chip, units);
   const Coefficients c = shared.coefficients[at.warp];
   const GroupMeans means = shared.means;
   const std::uint32_t nothing = nothing_of(chip.warps);
@@ -258,8 +257,7 @@ cudaError_t backward_on_chip_of(const BackwardCall& call, const Plan& plan, cons
       if (has_whole_units(call.d.tree))
         return launch(backward_whole_units<T, U, A>, shape, queue, call, chip, whole_units(call.d, chip),
                       call.wanted());
-      return launch(backward_on_chip<T, U, A>, shape, queue, call, chip, spatial_shift,
-                    call.wanted());
+      return launch(backward_on_chip<T, U, A>, shape, queue, call, chip, spatial_shift, call.wanted());
     });
   });
 }

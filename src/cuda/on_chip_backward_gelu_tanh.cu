@@ -3,6 +3,7 @@
 
 namespace steadynorm::cuda {
 
-template cudaError_t backward_on_chip_of<Activation::gelu_tanh>(const BackwardCall&, const Plan&, const Queue&);
+template cudaError_t backward_on_chip_of<Activation::gelu_tanh>(const BackwardCall&, const Plan&,
+                                                                const Queue&);
 
 }  // namespace steadynorm::cuda

@@ -31,7 +31,8 @@ struct Choice {
   int sweep_columns = 64;  // at most, of a sweep
   int sweep_rows = 32;
   bool reverse = true;
-  int on_chip_warps = 4;  // of a block, at least, where a group has as many units; 0: none stays on chip
+  int on_chip_warps = -1;  // of a block; 0: no group stays on chip; negative: by what was measured
+  int on_chip_units = 1;   // of a warp; only if on_chip_warps is positive
 };
 
 int vector_width(const Problem& p) { return 16 / static_cast<int>(size_of(p.x)); }
@@ -171,17 +172,40 @@ Launch launch_of(const Sweep& r, const Problem& p, int row_bytes) {
           r.columns * kColumnWidth * kCoefficientBytes};
 }
 
-// `items` of a group, of which `there` hold values: as few warps a block as one cluster allows, since small
-// blocks share an SM and wait for less. None where the absent ones would leave a fourth of the warps idle.
-OnChip choose_on_chip(std::int64_t items, std::int64_t there, int most_warps, const DeviceInfo& device,
-                      const Choice& choice) {
-  if (choice.on_chip_warps == 0) return {};
-  const int wanted = std::min(choice.on_chip_warps, most_warps);
-  int warps = static_cast<int>(std::min<std::int64_t>(wanted, power_of_two_from(items)));
-  while (warps < most_warps && divide_up(items, warps) > device.largest_cluster) warps *= 2;
-  const std::int64_t cluster = divide_up(items, warps);
-  if (cluster > device.largest_cluster || 4 * there < 3 * cluster * warps) return {};
-  return {static_cast<int>(cluster), warps};
+// `items` of a group, of which `there` hold values, by blocks of `warps` warps at most. Nothing where they
+// need a larger cluster than the device has, or where the absent ones would leave a fourth of the warps idle.
+OnChip make_on_chip(std::int64_t items, std::int64_t there, int warps, int units, const DeviceInfo& device) {
+  warps = static_cast<int>(std::min<std::int64_t>(warps, power_of_two_from(divide_up(items, units))));
+  const std::int64_t cluster = divide_up(items, warps * units);
+  if (cluster > device.largest_cluster || 4 * there < 3 * cluster * warps * units) return {};
+  return {static_cast<int>(cluster), warps, units};
+}
+
+// Small blocks share an SM, and wait for less; a cluster has at most 16. us of H200, 2026-11-30, without an
+// activation, by blocks of 2 / 4 / 8 warps, 4 warps of 2 units, and by the sweeps:
+//   forward   bf16  liger-c 48 / 38 / 42, 38, 51   liger-b - / - / 45, 41, 51   liger-a - / - / 4.7, 6.2, 7.7
+//                   vae-512x128 - / - / 15.0, 13.5, 17.0    monai-128, ragged - / - / 14.1, -, 15.7
+//             fp32  liger-c 87 / 92 / 101, -, 93   liger-b - / - / 120, -, 94
+//   backward  bf16  liger-c 69 / 61 / 70, -, 113   liger-b - / - / 79, -, 111    liger-a - / - / 6.9, -, 9.1
+//                   vae-512x128 - / - / 27, -, 24    monai-128 - / - / 15.3, -, 14.5
+//             fp32  liger-c 118 / 126 / 159, -, 185   liger-b - / - / 196, -, 189
+OnChip choose_on_chip(std::int64_t items, std::int64_t there, const Problem& p, bool backward, bool whole,
+                      const DeviceInfo& device, const Choice& choice) {
+  const bool narrow = size_of(p.x) == 2 && (!backward || size_of(p.y) == 2);
+  const int most_warps = !backward || (narrow && whole) ? kMaxOnChipWarps : kMaxOnChipWarps / 2;
+  if (choice.on_chip_warps >= 0) {
+    if (choice.on_chip_warps == 0 || choice.on_chip_warps > most_warps) return {};
+    if (choice.on_chip_units > 1 && (backward || !narrow || !whole)) return {};
+    return make_on_chip(items, there, choice.on_chip_warps, choice.on_chip_units, device);
+  }
+  constexpr std::int64_t MiB = std::int64_t{1} << 20;
+  const std::int64_t bytes = p.elements() * static_cast<std::int64_t>(size_of(p.x));
+  if (!narrow) return make_on_chip(items, there, 2, 1, device);
+  const OnChip four = make_on_chip(items, there, 4, 1, device);
+  if (four.cluster > 0) return four;
+  if (backward && bytes > 4 * MiB && bytes <= 32 * MiB) return {};
+  if (!backward && whole && bytes > 4 * MiB) return make_on_chip(items, there, 4, 2, device);
+  return make_on_chip(items, there, 8, 1, device);
 }
 
 // Groups whose units are whole micro-batches of a warp and whose vectors cross no channel.
@@ -200,14 +224,12 @@ void choose_on_chip(Plan& plan, const Problem& p, const Tree& tree, const Device
     l.cluster = std::max(1, chip.cluster);
     return l;
   };
-  plan.forward_on_chip =
-      choose_on_chip(padded_roots(tree), tree.roots(), kMaxOnChipWarps, device, choice);
+  const bool whole = has_whole_units(tree);
+  plan.forward_on_chip = choose_on_chip(padded_roots(tree), tree.roots(), p, false, whole, device, choice);
   plan.group = launch_of(plan.forward_on_chip);
   if (p.positions <= kLeafRow) return;
-  const bool narrow = size_of(p.x) + size_of(p.y) <= 4;
-  const int most_warps = narrow && has_whole_units(tree) ? kMaxOnChipWarps : kMaxOnChipWarps / 2;
-  plan.backward_on_chip = choose_on_chip(D * power_of_two_from(tree.spatial_units), D * tree.spatial_units,
-                                         most_warps, device, choice);
+  plan.backward_on_chip = choose_on_chip(D * power_of_two_from(tree.spatial_units), D * tree.spatial_units, p,
+                                         true, whole, device, choice);
   plan.group_gradient = launch_of(plan.backward_on_chip);
 }
 
@@ -282,7 +304,8 @@ std::vector<Plan> legal_plans(const Problem& problem, const DeviceInfo& device) 
     }
     if (std::find(plans.begin(), plans.end(), plan) == plans.end()) plans.push_back(plan);
   };
-  for (const int warps : {0, 1, 2, 8, 16}) add({.on_chip_warps = warps});
+  for (const int warps : {0, 1, 2, 4, 8, 16}) add({.on_chip_warps = warps});
+  for (const int warps : {1, 4}) add({.on_chip_warps = warps, .on_chip_units = 2});
   for (const int warps : {1, 2}) add({.warps = warps, .on_chip_warps = 0});
   for (const int leaves : {2, kFullLeaves})
     for (const int warps : {2, kLeafWarps}) add({.warps = warps, .leaves = leaves, .on_chip_warps = 0});
@@ -333,7 +356,8 @@ std::ostream& operator<<(std::ostream& out, const Plan& p) {
         << p.runs.full_leaves << " full leaves a warp";
   for (const auto& [name, chip] : {std::pair{"forward", p.forward_on_chip}, {"backward", p.backward_on_chip}})
     if (chip.cluster > 0)
-      out << ", " << name << " on chip by " << chip.cluster << " blocks of " << chip.warps << " warps";
+      out << ", " << name << " on chip by " << chip.cluster << " blocks of " << chip.warps << " warps, "
+          << chip.units << " units each";
   return out << (p.overlap ? ", overlapped" : "") << "\n  statistics " << p.statistics << "\n  write "
              << p.write << "\n  sums " << p.sums << "\n  rows " << p.rows << "\n  input " << p.input << "\n";
 }

@@ -75,11 +75,12 @@ struct Sweep {
   bool operator==(const Sweep&) const = default;
 };
 
-// A group stays in the registers of the blocks of a cluster, or of one block: x, and dy, are read once. Each
-// warp keeps one unit, and a block an aligned part of the group's tree.
+// A group stays in the registers of the blocks of a cluster, or of one block: x, and dy, are read once. A
+// block keeps an aligned part of the group's tree.
 struct OnChip {
   int cluster = 0;  // blocks of a group; 0: no group stays
   int warps = 0;    // of a block, a power of two
+  int units = 1;    // of a warp; 2 only in 16-bit forward where units are whole
 
   bool operator==(const OnChip&) const = default;
 };
@@ -128,6 +129,7 @@ bool has_whole_units(const Tree&);
 constexpr int kPortableCluster = 8;  // blocks of a cluster on every device that has them
 constexpr int kMaxCluster = 16;
 constexpr int kMaxOnChipWarps = 16;
+constexpr int kMaxOnChipUnits = 2;
 constexpr int kFoldItems = 1024;  // nodes that a block merges
 constexpr int kFoldThreads = 256;
 constexpr int kLeafWarps = 4;        // contiguous: at most, of a block that reduces

@@ -112,8 +112,8 @@ STEADYNORM_HD ContiguousUnit contiguous_item(const Dimensions& d, std::int64_t g
           group * t.roots() + place * t.channel_units + channel};
 }
 
-// Backward, on chip: item `item` of a group's channels, whose spatial units are padded to 2^spatial_shift with
-// absent ones; length 0: it is absent.
+// Backward, on chip: item `item` of a group's channels, whose spatial units are padded to 2^spatial_shift
+// with absent ones; length 0: it is absent.
 STEADYNORM_HD ChannelUnit contiguous_sum_item(const Dimensions& d, std::int64_t group, int item,
                                               int spatial_shift) {
   const int channel = item >> spatial_shift, place = item - (channel << spatial_shift);

@@ -20,7 +20,16 @@ using namespace cuda;
 
 DeviceInfo device(const char* name, int major, int sms, std::size_t shared_per_sm,
                   std::size_t shared_per_block) {
-  return {name, major, 0, sms, 2048, 65536, shared_per_sm, shared_per_block, std::size_t{50} << 20, major < 9 ? 1 : 16};
+  return {name,
+          major,
+          0,
+          sms,
+          2048,
+          65536,
+          shared_per_sm,
+          shared_per_block,
+          std::size_t{50} << 20,
+          major < 9 ? 1 : 16};
 }
 
 const DeviceInfo kDevices[] = {device("A100", 8, 108, 167936, 166912), device("H200", 9, 132, 233472, 232448),
@@ -119,7 +128,7 @@ void expect_items_cover(const Problem& p, const OnChip& chip, const Launch& laun
   std::map<std::int64_t, std::int64_t> parts;
   for (const std::int64_t group : {std::int64_t{0}, d.N * d.G - 1}) {
     parts.clear();
-    for (int i = 0; i < chip.cluster * chip.warps; ++i)
+    for (int i = 0; i < chip.cluster * chip.warps * chip.units; ++i)
       if (const auto unit = item(d, group, i); unit.length > 0) {
         ASSERT_LE(unit.length, kLeafBlock) << describe(p);
         ASSERT_EQ(unit.begin % kLaneWidth, 0) << describe(p);
@@ -197,6 +206,19 @@ TEST(CudaPlan, CoversEveryUnitOnce) {
       expect_sweep_covers(p, plan.gradient, plan.input);
       if (HasFailure()) return;
     }
+}
+
+// One launch, x read once, where it was measured faster.
+TEST(CudaPlan, KeepsSmallGroupsOnChip) {
+  std::string kept;
+  for (const Case& c : named_cases()) {
+    Problem p = c.problem;
+    p.x = p.y = DType::bfloat16;
+    const Plan plan = choose_plan(p, kDevices[1]);
+    if (plan.forward_on_chip.cluster > 0) kept += c.name + " ";
+    EXPECT_EQ(choose_plan(p, kDevices[0]).forward_on_chip.cluster > 1, false) << c.name;  // no clusters there
+  }
+  EXPECT_EQ(kept, "liger-a liger-b liger-c liger-d liger-e vae-512x128-nchw monai-128 monai-256 ");
 }
 
 TEST(CudaPlan, OffersAlternativesToTest) {

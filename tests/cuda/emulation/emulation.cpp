@@ -68,8 +68,7 @@ bool resolve_shuffles(std::size_t block_begin, int threads) {
     if (waiting < lanes) continue;
     for (int l = 0; l < lanes; ++l) {
       Fiber& f = *fibers[first + static_cast<std::size_t>(l)];
-      if (f.step != fibers[first]->step)
-        fail("the lanes of a warp meet at different shuffles");
+      if (f.step != fibers[first]->step) fail("the lanes of a warp meet at different shuffles");
       const int from = l + f.step < lanes ? l + f.step : l;
       f.result = fibers[first + static_cast<std::size_t>(from)]->value;
     }

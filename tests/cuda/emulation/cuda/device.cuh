@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// In the place of src/cuda/device.cuh: the same words, said to the host. Kernels run one block, or one cluster
-// of blocks, at a time, each thread a fiber, so that barriers and shuffles meet as on a GPU; a barrier that not all reach is an
-// error here. Timing, caches and memory ordering are not emulated.
+// In the place of src/cuda/device.cuh: the same words, said to the host. Kernels run one block, or one
+// cluster of blocks, at a time, each thread a fiber, so that barriers and shuffles meet as on a GPU; a
+// barrier that not all reach is an error here. Timing, caches and memory ordering are not emulated.
 #pragma once
 
 #include <cuda_runtime_api.h>
