@@ -23,7 +23,7 @@ struct Available {
       *next++ = &kAvx512Kernels;
 #endif
 #if defined(STEADYNORM_CPU_AVX2)
-    if (__builtin_cpu_supports("avx2")) *next++ = &kAvx2Kernels;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) *next++ = &kAvx2Kernels;
 #endif
     *next = &kBaselineKernels;
   }
