@@ -192,12 +192,16 @@ void add_column_sums(X x, Y dy, std::int64_t stride, int rows, int width, const 
     const Terms sum = sum_rows<A>(x + j, dy + j, stride, rows, count, count, element);
     double* __restrict dz = leaf.first + j;
     double* __restrict dz_normalized = leaf.second + j;
-    for (int i = 0; i < kWidth; ++i) {
-      const ChannelSums batch{static_cast<double>(sum.dz[i]), static_cast<double>(sum.dz_normalized[i])};
-      const ChannelSums both = first ? batch : merge(ChannelSums{dz[i], dz_normalized[i]}, batch);
-      dz[i] = both.dz;
-      dz_normalized[i] = both.dz_normalized;
-    }
+    const auto add = [&](auto from_nothing) __attribute__((always_inline)) {
+#pragma GCC unroll 1
+      for (int i = 0; i < kWidth; ++i) {
+        const ChannelSums batch{static_cast<double>(sum.dz[i]), static_cast<double>(sum.dz_normalized[i])};
+        const ChannelSums both = from_nothing ? batch : merge(ChannelSums{dz[i], dz_normalized[i]}, batch);
+        dz[i] = both.dz;
+        dz_normalized[i] = both.dz_normalized;
+      }
+    };
+    first ? add(std::true_type{}) : add(std::false_type{});
   }
 }
 

@@ -306,19 +306,21 @@ void add_column_batches(const T* x, std::int64_t stride, int rows, int width, co
     double* __restrict sum = leaf.first + j;
     double* __restrict squares = leaf.second + j;
     const float* __restrict p = pivot + j;
-    if (first)
-      for (int i = 0; i < kWidth; ++i) sum[i] = squares[i] = 0;
     if (!any(unreliable(batch.q) & first_of(count))) {
-      for (int i = 0; i < kWidth; ++i) {
-        const PivotSums both =
-            add_micro_batch({sum[i], squares[i]}, rows, p[i], batch.m[i], batch.d[i], batch.q[i]);
-        sum[i] = both.sum;
-        squares[i] = both.squares;
-      }
+      const auto add = [&](auto from_zero) __attribute__((always_inline)) {
+#pragma GCC unroll 1
+        for (int i = 0; i < kWidth; ++i) {
+          const PivotSums before = from_zero ? PivotSums{} : PivotSums{sum[i], squares[i]};
+          const PivotSums both = add_micro_batch(before, rows, p[i], batch.m[i], batch.d[i], batch.q[i]);
+          sum[i] = both.sum;
+          squares[i] = both.squares;
+        }
+      };
+      first ? add(std::true_type{}) : add(std::false_type{});
       continue;
     }
     for (int i = 0; i < count; ++i) {
-      const PivotSums before{sum[i], squares[i]};
+      const PivotSums before = first ? PivotSums{} : PivotSums{sum[i], squares[i]};
       const PivotSums both =
           is_reliable(batch.q[i])
               ? add_micro_batch(before, rows, p[i], batch.m[i], batch.d[i], batch.q[i])
