@@ -68,8 +68,8 @@ class ColumnTree {
   ColumnNode nodes_[kLevels + 1];
 };
 
-// The tree over the tile's rows. batch(s, rows, first, leaf) adds the micro-batch of `rows` positions from s on
-// to `leaf`, or starts it.
+// The tree over the tile's rows. batch(s, rows, first, leaf) adds the micro-batch of `rows` positions from s
+// on to `leaf`, or starts it.
 template <class Batch>
 STEADYNORM_HD const ColumnNode& add_column_leaves(ColumnTree& tree, const Tile& tile,
                                                   std::int64_t leaf_positions, Batch&& batch) {

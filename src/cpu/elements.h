@@ -17,8 +17,9 @@ struct Element {
 };
 
 STEADYNORM_HD Element row_element(const Coefficients& k, std::int64_t r) {
-  return {broadcast(k.mean_hi[r]), broadcast(k.mean_lo[r]),          broadcast(k.scale[r]),
-          broadcast(k.bias[r]),    broadcast(k.rstd[r]),             broadcast(k.weight[r]),
+  return {broadcast(k.mean_hi[r]), broadcast(k.mean_lo[r]),
+          broadcast(k.scale[r]),   broadcast(k.bias[r]),
+          broadcast(k.rstd[r]),    broadcast(k.weight[r]),
           broadcast(k.mean_dz[r]), broadcast(k.mean_dz_normalized[r])};
 }
 
@@ -28,8 +29,11 @@ STEADYNORM_HD Element column_element(const Coefficients& k, std::int64_t j) {
 }
 
 STEADYNORM_HD Floats centred(Floats x, const Element& k) {
-  return each([](float v, float hi, float lo) { return steadynorm::centred(v, {hi, lo, 0}); }, x, k.mean_hi,
-              k.mean_lo);
+  return each(
+      [](float v, float hi, float lo) {
+        return steadynorm::centred(v, {hi, lo, 0});
+      },
+      x, k.mean_hi, k.mean_lo);
 }
 
 STEADYNORM_HD Floats affine(Floats from_mean, const Element& k) {

@@ -31,9 +31,8 @@ void widen_array(Array from, std::int64_t offset, std::int64_t count, float* to)
 }
 
 constexpr Kernels make_kernels(const char* name) {
-  return {name,     row_moments, column_moments, apply_tile<true>,    apply_tile<false>,
-          row_sums, run_sums,    column_sums,    gradient_tile<true>, gradient_tile<false>,
-          widen_array};
+  return {name,     row_moments, column_moments,      apply_tile<true>,     apply_tile<false>, row_sums,
+          run_sums, column_sums, gradient_tile<true>, gradient_tile<false>, widen_array};
 }
 
 }  // namespace

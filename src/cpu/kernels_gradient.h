@@ -33,13 +33,16 @@ STEADYNORM_HD Terms terms(Floats x, Floats dy, const Element& k) {
 
 // ---- rows ----
 
-// The tree over 32 lanes, of which the absent ones are -0: adding it changes nothing.
+// The tree over lanes, of which the absent ones are -0: adding it changes nothing.
+template <int kCount>
 STEADYNORM_HD double lane_tree(const double* lanes) {
-  alignas(64) double nodes[kLanes];
-  for (int i = 0; i < kLanes / 2; ++i) nodes[i] = lanes[2 * i] + lanes[2 * i + 1];
-  for (int i = 0; i < kLanes / 4; ++i) nodes[i] = nodes[2 * i] + nodes[2 * i + 1];
-  for (int i = 0; i < kLanes / 8; ++i) nodes[i] = nodes[2 * i] + nodes[2 * i + 1];
-  return (nodes[0] + nodes[1]) + (nodes[2] + nodes[3]);
+  if constexpr (kCount == 1) {
+    return lanes[0];
+  } else {
+    alignas(64) double nodes[kCount / 2];
+    for (int i = 0; i < kCount / 2; ++i) nodes[i] = lanes[2 * i] + lanes[2 * i + 1];
+    return lane_tree<kCount / 2>(nodes);
+  }
 }
 
 // Sums of a block's lanes.
@@ -50,31 +53,33 @@ struct BlockSums {
 
 // The sums of `rows` rows of `count` terms, `stride` apart; of the last one only `last` terms are there.
 template <Activation A, class X, class Y>
-STEADYNORM_HD Terms sum_rows(X x, Y dy, std::int64_t stride, int rows, int count, int last, const Element& k) {
+STEADYNORM_HD Terms sum_rows(X x, Y dy, std::int64_t stride, int rows, int count, int last,
+                             const Element& k) {
   if (rows == kMicroBatchRows && last == kWidth)
     return pairwise<kMicroBatchRows>([&](int v) __attribute__((always_inline)) {
       return terms<A>(load(x + v * stride), load(dy + v * stride), k);
     });
-  Terms value[kMicroBatchRows];
-  for (int v = 0; v < rows; ++v) {
+  const auto row = [&](int v) __attribute__((always_inline)) {
     const int here = v < rows - 1 ? count : last;
-    value[v] = terms<A>(load(x + v * stride, here), load(dy + v * stride, here), k);
-  }
-  if (last < kWidth) {
-    const Mask present = first_of(last);
-    value[rows - 1].dz = present ? value[rows - 1].dz : Floats{};
-    value[rows - 1].dz_normalized = present ? value[rows - 1].dz_normalized : Floats{};
-  }
-  if (rows == 1) return value[0] + 0.0f;
-  for (int v = rows; v < kMicroBatchRows; ++v) value[v] = Terms{};
+    Terms t = terms<A>(load(x + v * stride, here), load(dy + v * stride, here), k);
+    if (here < kWidth) {
+      const Mask present = first_of(here);
+      t = {present ? t.dz : Floats{}, present ? t.dz_normalized : Floats{}};
+    }
+    return t;
+  };
+  if (rows == 1) return row(0) + 0.0f;
+  Terms value[kMicroBatchRows] = {};
+#pragma GCC unroll 1
+  for (int v = 0; v < rows; ++v) value[v] = row(v);
   return pairwise<kMicroBatchRows>([&](int v) { return value[v]; });
 }
 
-// A block of up to 2048 terms. Lanes without any sum up to +0.
+// A block of up to 2048 terms, its first `limit` lanes. Those without any sum up to +0.
 template <Activation A, class X, class Y>
-void block_sums(X x, Y dy, int length, const Element& k, BlockSums& to) {
+[[gnu::noinline]] void block_sums(X x, Y dy, int length, int limit, const Element& k, BlockSums& to) {
   const int rows = length / kLeafRow, ragged = length % kLeafRow;
-  for (int lane = 0; lane < kLanes; lane += kWidth) {
+  for (int lane = 0; lane < limit; lane += kWidth) {
     LaneColumns dz, dz_normalized;
     for (int i = 0; i < kLaneWidth; ++i) {
       const int c = lane * kLaneWidth + i * kWidth, last = smaller(ragged - c, kWidth);
@@ -89,38 +94,40 @@ void block_sums(X x, Y dy, int length, const Element& k, BlockSums& to) {
   }
 }
 
-// The sums of a leaf's lanes, over its blocks in order. The first is not added to zeros: it may be -0.
+// The sums of a leaf's first kCount lanes, over its blocks in order. The first is not added to zeros: it may be
+// -0.
+template <int kCount>
 class LeafSums {
  public:
   void add(const BlockSums& block, int length) {
     if (first_) {
       first_ = false;
-      for (int l = 0; l < kLanes; ++l) {
+      for (int l = 0; l < kCount; ++l) {
         const bool absent = l * kLaneWidth >= length;
         dz_[l] = absent ? -0.0 : static_cast<double>(block.dz[l]);
         dz_normalized_[l] = absent ? -0.0 : static_cast<double>(block.dz_normalized[l]);
       }
       return;
     }
-    for (int l = 0; l < kLanes; ++l) dz_[l] += static_cast<double>(block.dz[l]);
-    for (int l = 0; l < kLanes; ++l) dz_normalized_[l] += static_cast<double>(block.dz_normalized[l]);
+    for (int l = 0; l < kCount; ++l) dz_[l] += static_cast<double>(block.dz[l]);
+    for (int l = 0; l < kCount; ++l) dz_normalized_[l] += static_cast<double>(block.dz_normalized[l]);
   }
 
-  ChannelSums root() const { return {lane_tree(dz_), lane_tree(dz_normalized_)}; }
+  ChannelSums root() const { return {lane_tree<kCount>(dz_), lane_tree<kCount>(dz_normalized_)}; }
 
  private:
-  alignas(64) double dz_[kLanes];
-  alignas(64) double dz_normalized_[kLanes];
+  alignas(64) double dz_[kCount];
+  alignas(64) double dz_normalized_[kCount];
   bool first_ = true;
 };
 
-template <Activation A, class X, class Y>
+template <Activation A, int kCount, class X, class Y>
 ChannelSums leaf_sums(X x, Y dy, std::int64_t length, const Element& k) {
-  LeafSums sums;
+  LeafSums<kCount> sums;
   for (std::int64_t i = 0; i < length; i += kLeafBlock) {
     const int here = smaller(length - i, kLeafBlock);
     BlockSums block;
-    block_sums<A>(x + i, dy + i, here, k, block);
+    block_sums<A>(x + i, dy + i, here, kCount, k, block);
     sums.add(block, here);
   }
   return sums.root();
@@ -135,7 +142,9 @@ void row_sums(Activation activation, Array x, Array dy, const Tile& tile, std::i
       for (std::int64_t leaf = 0; leaf < tile.width; leaf += leaf_positions) {
         const std::int64_t offset = tile.offset + r * tile.stride + leaf;
         const std::int64_t length = tile.width - leaf < leaf_positions ? tile.width - leaf : leaf_positions;
-        tree.push(leaf_sums<a.value>(x + offset, dy + offset, length, element));
+        tree.push(length <= kLanes / 2 * kLaneWidth
+                      ? leaf_sums<a.value, kLanes / 2>(x + offset, dy + offset, length, element)
+                      : leaf_sums<a.value, kLanes>(x + offset, dy + offset, length, element));
       }
       const ChannelSums sums = tree.root();
       dz[r] = static_cast<float>(sums.dz);

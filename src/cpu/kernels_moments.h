@@ -229,30 +229,19 @@ template <bool kEqual, int kNodes>
   return merge_nodes<kEqual>(nodes, equal);
 }
 
-inline Moments merge_lanes(const LaneRun& run) {
-  int lanes = 0;
-  bool equal = true;
-  for (int l = 0; l < kLanes; ++l) {
-    lanes += run.count[l] != 0;
-    equal &= run.count[l] == run.count[0] || run.count[l] == 0;
+// Of a leaf of `length` values.
+inline Moments merge_lanes(const LaneRun& run, std::int64_t length) {
+  const std::int64_t ragged = length % kLeafRow;
+  if (length >= kLeafRow) return ragged == 0 ? merge_lanes<true, kLanes>(run) : merge_lanes<false, kLanes>(run);
+  if (ragged % kLaneWidth == 0) {
+    const std::int64_t lanes = ragged / kLaneWidth;
+    if (lanes == 1) return merge_lanes<true, 1>(run);
+    if (lanes == 2) return merge_lanes<true, 2>(run);
+    if (lanes == 4) return merge_lanes<true, 4>(run);
+    if (lanes == 8) return merge_lanes<true, 8>(run);
+    if (lanes == 16) return merge_lanes<true, 16>(run);
   }
-  if (!equal) return merge_lanes<false, kLanes>(run);
-  switch (lanes) {
-    case 1:
-      return merge_lanes<true, 1>(run);
-    case 2:
-      return merge_lanes<true, 2>(run);
-    case 4:
-      return merge_lanes<true, 4>(run);
-    case 8:
-      return merge_lanes<true, 8>(run);
-    case 16:
-      return merge_lanes<true, 16>(run);
-    case 32:
-      return merge_lanes<true, 32>(run);
-    default:
-      return merge_lanes<false, kLanes>(run);
-  }
+  return merge_lanes<false, kLanes>(run);
 }
 
 void row_moments(Array x, std::int64_t offset, std::int64_t length, std::int64_t leaf_length,
@@ -267,7 +256,7 @@ void row_moments(Array x, std::int64_t offset, std::int64_t length, std::int64_t
         LaneRun run;
         for (std::int64_t i = leaf; i < end; i += kLeafBlock)
           add_block(run, i == leaf, values + i, smaller(end - i, kLeafBlock));
-        tree.push(merge_lanes(run));
+        tree.push(merge_lanes(run, end - leaf));
       }
       moments[unit] = tree.root();
     }
@@ -321,11 +310,10 @@ void add_column_batches(const T* x, std::int64_t stride, int rows, int width, co
     }
     for (int i = 0; i < count; ++i) {
       const PivotSums before = first ? PivotSums{} : PivotSums{sum[i], squares[i]};
-      const PivotSums both =
-          is_reliable(batch.q[i])
-              ? add_micro_batch(before, rows, p[i], batch.m[i], batch.d[i], batch.q[i])
-              : add_unreliable(before, rows, p[i], batch.m[i],
-                               [&](int v) { return to_float(x[v * stride + j + i]); });
+      const PivotSums both = is_reliable(batch.q[i])
+                                 ? add_micro_batch(before, rows, p[i], batch.m[i], batch.d[i], batch.q[i])
+                                 : add_unreliable(before, rows, p[i], batch.m[i],
+                                                  [&](int v) { return to_float(x[v * stride + j + i]); });
       sum[i] = both.sum;
       squares[i] = both.squares;
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Vectors of the instruction set's own width: storage to fp32 and back, and the pairwise trees of a
-// micro-batch. Every element is a value of its own, so that the width cannot change a bit. Included by one isa
-// file each, hence no linkage.
+// micro-batch. Every element is a value of its own, so that the width cannot change a bit. Included by one
+// isa file each, hence no linkage.
 #pragma once
 
 #include <cstdint>
@@ -97,7 +97,8 @@ STEADYNORM_HD Floats widen(typename Stored<T>::Vector v) {
     return (Floats)_mm256_cvtph_ps((__m128i)v);
 #else
     const Words bits = __builtin_convertvector(v, Words), magnitude = bits & 0x7fffu;
-    const Words normal = (magnitude << 13) + (magnitude >= 0x7c00u ? Words{} + 0x70000000u : Words{} + 0x38000000u);
+    const Words normal =
+        (magnitude << 13) + (magnitude >= 0x7c00u ? Words{} + 0x70000000u : Words{} + 0x38000000u);
     const Words small = (Words)(__builtin_convertvector((Mask)magnitude, Floats) * 5.9604644775390625e-8f);
     return (Floats)((magnitude >= 0x0400u ? normal : small) | (bits & 0x8000u) << 16);
 #endif
