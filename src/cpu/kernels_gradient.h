@@ -55,10 +55,16 @@ struct BlockSums {
 template <Activation A, class X, class Y>
 STEADYNORM_HD Terms sum_rows(X x, Y dy, std::int64_t stride, int rows, int count, int last,
                              const Element& k) {
-  if (rows == kMicroBatchRows && last == kWidth)
-    return pairwise<kMicroBatchRows>([&](int v) __attribute__((always_inline)) {
+  if constexpr (A == Activation::none || A == Activation::relu) {  // the others are not worth the code
+    const auto whole = [&](int v) __attribute__((always_inline)) {
       return terms<A>(load(x + v * stride), load(dy + v * stride), k);
-    });
+    };
+    if (last == kWidth) {
+      if (rows == 8) return pairwise<8>(whole);
+      if (rows == 4) return pairwise<4>(whole);
+      if (rows == 2) return pairwise<2>(whole);
+    }
+  }
   const auto row = [&](int v) __attribute__((always_inline)) {
     const int here = v < rows - 1 ? count : last;
     Terms t = terms<A>(load(x + v * stride, here), load(dy + v * stride, here), k);
@@ -75,11 +81,11 @@ STEADYNORM_HD Terms sum_rows(X x, Y dy, std::int64_t stride, int rows, int count
   return pairwise<kMicroBatchRows>([&](int v) { return value[v]; });
 }
 
-// A block of up to 2048 terms, its first `limit` lanes. Those without any sum up to +0.
+// A block of up to 2048 terms. Lanes without any sum up to +0.
 template <Activation A, class X, class Y>
-[[gnu::noinline]] void block_sums(X x, Y dy, int length, int limit, const Element& k, BlockSums& to) {
+[[gnu::noinline]] void block_sums(X x, Y dy, int length, const Element& k, BlockSums& to) {
   const int rows = length / kLeafRow, ragged = length % kLeafRow;
-  for (int lane = 0; lane < limit; lane += kWidth) {
+  for (int lane = 0; lane < kLanes; lane += kWidth) {
     LaneColumns dz, dz_normalized;
     for (int i = 0; i < kLaneWidth; ++i) {
       const int c = lane * kLaneWidth + i * kWidth, last = smaller(ragged - c, kWidth);
@@ -94,57 +100,114 @@ template <Activation A, class X, class Y>
   }
 }
 
-// The sums of a leaf's first kCount lanes, over its blocks in order. The first is not added to zeros: it may be
-// -0.
-template <int kCount>
+// The sums of a leaf's lanes, over its blocks in order. The first is not added to zeros: it may be -0.
 class LeafSums {
  public:
   void add(const BlockSums& block, int length) {
     if (first_) {
       first_ = false;
-      for (int l = 0; l < kCount; ++l) {
+      for (int l = 0; l < kLanes; ++l) {
         const bool absent = l * kLaneWidth >= length;
         dz_[l] = absent ? -0.0 : static_cast<double>(block.dz[l]);
         dz_normalized_[l] = absent ? -0.0 : static_cast<double>(block.dz_normalized[l]);
       }
       return;
     }
-    for (int l = 0; l < kCount; ++l) dz_[l] += static_cast<double>(block.dz[l]);
-    for (int l = 0; l < kCount; ++l) dz_normalized_[l] += static_cast<double>(block.dz_normalized[l]);
+    for (int l = 0; l < kLanes; ++l) dz_[l] += static_cast<double>(block.dz[l]);
+    for (int l = 0; l < kLanes; ++l) dz_normalized_[l] += static_cast<double>(block.dz_normalized[l]);
   }
 
-  ChannelSums root() const { return {lane_tree<kCount>(dz_), lane_tree<kCount>(dz_normalized_)}; }
+  ChannelSums root() const { return {lane_tree<kLanes>(dz_), lane_tree<kLanes>(dz_normalized_)}; }
 
  private:
-  alignas(64) double dz_[kCount];
-  alignas(64) double dz_normalized_[kCount];
+  alignas(64) double dz_[kLanes];
+  alignas(64) double dz_normalized_[kLanes];
   bool first_ = true;
 };
 
-template <Activation A, int kCount, class X, class Y>
+template <Activation A, class X, class Y>
 ChannelSums leaf_sums(X x, Y dy, std::int64_t length, const Element& k) {
-  LeafSums<kCount> sums;
+  LeafSums sums;
   for (std::int64_t i = 0; i < length; i += kLeafBlock) {
     const int here = smaller(length - i, kLeafBlock);
     BlockSums block;
-    block_sums<A>(x + i, dy + i, here, kCount, k, block);
+    block_sums<A>(x + i, dy + i, here, k, block);
     sums.add(block, here);
   }
   return sums.root();
 }
 
+// `rows` rows of less than 256 terms each: every lane is eight consecutive terms. Rows lie side by side, each
+// padded to a power of two of lanes, so that a level of all their trees is one loop.
+inline int short_row_lanes(std::int64_t width) {
+  int lanes = 1;
+  while (lanes * kLaneWidth < width) lanes *= 2;
+  return lanes;
+}
+
+inline void short_row_trees(const float* terms, int rows, int lanes, std::int64_t width, float* sums) {
+  alignas(64) float lane[kLeafBlock / kLaneWidth];
+  alignas(64) double nodes[2][kLeafBlock / kLaneWidth];
+  int count = rows * lanes;
+  for (int l = 0; l < count; l += kWidth) {
+    LaneColumns columns;
+    for (int i = 0; i < kLaneWidth; ++i) columns[i] = load(terms + l * kLaneWidth + i * kWidth);
+    store(lane + l, lane_sums(columns) + 0.0f);
+  }
+  for (int l = 0; l < count; ++l) nodes[0][l] = static_cast<double>(lane[l]);
+  const int present = static_cast<int>(divide_up(width, kLaneWidth));
+  if (present < lanes)  // the absent ones are -0: adding it changes nothing
+    for (int r = 0; r < rows; ++r)
+      for (int l = present; l < lanes; ++l) nodes[0][r * lanes + l] = -0.0;
+  int from = 0;
+  for (; count > rows; count /= 2, from = 1 - from) {
+    const double* __restrict in = nodes[from];
+    double* __restrict out = nodes[1 - from];
+    for (int i = 0; i < count / 2; ++i) out[i] = in[2 * i] + in[2 * i + 1];
+  }
+  for (int r = 0; r < rows; ++r) sums[r] = static_cast<float>(nodes[from][r]);
+}
+
+template <Activation A, class X, class Y>
+void short_row_sums(X x, Y dy, const Tile& tile, const Coefficients& k, float* dz, float* dz_normalized) {
+  alignas(64) float dz_terms[kLeafBlock], dz_normalized_terms[kLeafBlock];
+  const int width = static_cast<int>(tile.width), lanes = short_row_lanes(width);
+  const int padded = lanes * kLaneWidth, most = smaller(kLeafBlock / padded, tile.rows);
+  if (width % kLaneWidth != 0)  // what a row's last lane lacks is +0, and stays
+    for (int i = 0; i < kLeafBlock; ++i) dz_terms[i] = dz_normalized_terms[i] = 0;
+  for (std::int64_t first = 0; first < tile.rows; first += most) {
+    const int rows = smaller(tile.rows - first, most);
+    for (int r = 0; r < rows; ++r) {
+      const Element element = row_element(k, first + r);
+      const std::int64_t offset = tile.offset + (first + r) * tile.stride;
+      for (int j = 0; j < width; j += kWidth) {
+        const int count = smaller(width - j, kWidth);
+        Terms t = terms<A>(load(x + (offset + j), count), load(dy + (offset + j), count), element);
+        if (count < kWidth) {
+          const Mask present = first_of(count);
+          t = {present ? t.dz : Floats{}, present ? t.dz_normalized : Floats{}};
+        }
+        const int to = r * padded + j, here = smaller(padded - j, kWidth);
+        store(dz_terms + to, t.dz, here);
+        store(dz_normalized_terms + to, t.dz_normalized, here);
+      }
+    }
+    short_row_trees(dz_terms, rows, lanes, width, dz + first);
+    short_row_trees(dz_normalized_terms, rows, lanes, width, dz_normalized + first);
+  }
+}
+
 void row_sums(Activation activation, Array x, Array dy, const Tile& tile, std::int64_t leaf_positions,
               const Coefficients& k, float* dz, float* dz_normalized) {
   dispatch_kernel(activation, x, dy, [&](auto a, auto x, auto dy) {
+    if (tile.width < kLeafRow) return short_row_sums<a.value>(x, dy, tile, k, dz, dz_normalized);
     for (std::int64_t r = 0; r < tile.rows; ++r) {
       const Element element = row_element(k, r);
       RunningTree<ChannelSums> tree;
       for (std::int64_t leaf = 0; leaf < tile.width; leaf += leaf_positions) {
         const std::int64_t offset = tile.offset + r * tile.stride + leaf;
         const std::int64_t length = tile.width - leaf < leaf_positions ? tile.width - leaf : leaf_positions;
-        tree.push(length <= kLanes / 2 * kLaneWidth
-                      ? leaf_sums<a.value, kLanes / 2>(x + offset, dy + offset, length, element)
-                      : leaf_sums<a.value, kLanes>(x + offset, dy + offset, length, element));
+        tree.push(leaf_sums<a.value>(x + offset, dy + offset, length, element));
       }
       const ChannelSums sums = tree.root();
       dz[r] = static_cast<float>(sums.dz);

@@ -232,7 +232,8 @@ template <bool kEqual, int kNodes>
 // Of a leaf of `length` values.
 inline Moments merge_lanes(const LaneRun& run, std::int64_t length) {
   const std::int64_t ragged = length % kLeafRow;
-  if (length >= kLeafRow) return ragged == 0 ? merge_lanes<true, kLanes>(run) : merge_lanes<false, kLanes>(run);
+  if (length >= kLeafRow)
+    return ragged == 0 ? merge_lanes<true, kLanes>(run) : merge_lanes<false, kLanes>(run);
   if (ragged % kLaneWidth == 0) {
     const std::int64_t lanes = ragged / kLaneWidth;
     if (lanes == 1) return merge_lanes<true, 1>(run);
