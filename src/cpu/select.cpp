@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The build defines STEADYNORM_CPU_AVX2 and STEADYNORM_CPU_AVX512 when it compiles those isa files for their
-// instruction set.
+// instruction set. Every processor with AVX2 has the F16C conversions too.
 #include <atomic>
 
 #include "cpu/kernels.h"
@@ -23,7 +23,7 @@ struct Available {
       *next++ = &kAvx512Kernels;
 #endif
 #if defined(STEADYNORM_CPU_AVX2)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) *next++ = &kAvx2Kernels;
+    if (__builtin_cpu_supports("avx2")) *next++ = &kAvx2Kernels;
 #endif
     *next = &kBaselineKernels;
   }
