@@ -205,7 +205,7 @@ STEADYNORM_HD void store(T* to, Floats values, int count) {
     store_some(to, values, count);
 }
 
-// A pointer to values whose type only the run knows: what mixed types cost is a branch for each vector.
+// A pointer to values whose type only the run knows: what mixed types cost is a call for each vector.
 template <class Void>
 struct AnyPointer {
   Void* data;
@@ -226,14 +226,13 @@ STEADYNORM_HD AnyPointer<Void> operator+(AnyPointer<Void> p, std::int64_t offset
   return {p.template as<BFloat16>() + offset, p.type};
 }
 
-template <class Void>
-STEADYNORM_HD Floats load(AnyPointer<Void> from, int count = kWidth) {
+[[gnu::noinline]] Floats load(AnyPointer<const void> from, int count = kWidth) {
   if (from.type == DType::float32) return load(from.template as<float>(), count);
   if (from.type == DType::bfloat16) return load(from.template as<BFloat16>(), count);
   return load(from.template as<Float16>(), count);
 }
 
-STEADYNORM_HD void store(AnyPointer<void> to, Floats values, int count = kWidth) {
+[[gnu::noinline]] void store(AnyPointer<void> to, Floats values, int count = kWidth) {
   if (to.type == DType::float32) return store(to.as<float>(), values, count);
   if (to.type == DType::bfloat16) return store(to.as<BFloat16>(), values, count);
   store(to.as<Float16>(), values, count);
