@@ -46,7 +46,7 @@ help:
 	@echo 'make test       lint, C++ tests, Python tests; last line: N passed, N failed, N skipped'
 	@echo 'make lint       clang-format, clang-tidy, ruff and the rules of the tree'
 	@echo 'make format     clang-format and ruff, in place'
-	@echo 'make sanitize   C++ tests under the address and undefined-behaviour sanitizers'
+	@echo 'make sanitize   C++ tests under the address, undefined-behaviour and thread sanitizers'
 	@echo 'make test-gpu   the tests that need a CUDA device'
 	@echo 'make bench      benchmarks on this device'
 	@echo 'make report     docs/performance.md, its pictures and README'"'"'s table, from bench/results; no GPU needed'
@@ -108,9 +108,9 @@ format: preflight-format $(test_tools)
 	@$(python) tests/lint/lint.py --fix
 
 sanitize: preflight-sanitize
-	cmake --preset sanitize
-	cmake --build --preset sanitize
-	ctest --preset sanitize $(ARGS)
+	@for preset in sanitize sanitize-threads; do \
+	  cmake --preset $$preset && cmake --build --preset $$preset && ctest --preset $$preset $(ARGS) || exit 1; \
+	done
 
 test-gpu: preflight-test-gpu $(package) $(test_tools)
 	@cmake -S . -B $(build) -DSTEADYNORM_TESTS=ON >/dev/null

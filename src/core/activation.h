@@ -18,8 +18,6 @@ STEADYNORM_HD float exponential(float t) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(t * 1.44269504088896341f));
   return r;
 #else
-  if (!(t >= -86.0f)) return t == t ? 0.0f : t;
-  if (t > 88.0f) return std::numeric_limits<float>::infinity();
   // t = k ln2 + r, |r| <= ln2 / 2, with ln2 in two parts so that r is exact; 1.5 * 2^23 rounds to the nearest
   // integer.
   const float shifted = t * 1.44269504088896341f + 12582912.0f;
@@ -33,7 +31,8 @@ STEADYNORM_HD float exponential(float t) {
   p = p * r + 0.4999999403953552f;
   const float e = (p * (r * r) + r) + 1.0f;
   // shifted holds k in its low bits, so moving them up to the exponent multiplies by 2^k.
-  return e * float_of((bits_of(shifted) << 23) + 0x3f800000u);
+  const float power = e * float_of((bits_of(shifted) << 23) + 0x3f800000u);
+  return t < -86.0f ? 0.0f : (t > 88.0f ? std::numeric_limits<float>::infinity() : power);
 #endif
 }
 

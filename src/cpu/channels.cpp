@@ -19,6 +19,14 @@ void store(float value, const Parameter& parameter, void* to, std::int64_t i) {
   });
 }
 
+// Into [3, N, G].
+void store(const Statistics& s, const Problem& p, std::int64_t group, float* to) {
+  const std::int64_t NG = p.samples * p.groups;
+  to[group] = s.mean_hi;
+  to[NG + group] = s.mean_lo;
+  to[2 * NG + group] = s.rstd;
+}
+
 void parameter_gradient(const Problem& p, const Parameter& parameter, const float* rows, void* to,
                         const ParallelFor& parallel) {
   const std::int64_t N = p.samples, C = p.channels;
@@ -57,12 +65,14 @@ Statistics ChannelSource::group_statistics(std::int64_t group) const {
 }
 
 void ChannelSource::write_statistics(std::int64_t group, float* to) const {
-  const std::int64_t NG = problem_.samples * problem_.groups;
-  const Statistics s =
-      statistics_of({moments[3 * group], moments[3 * group + 1], moments[3 * group + 2]}, problem_.eps);
-  to[group] = s.mean_hi;
-  to[NG + group] = s.mean_lo;
-  to[2 * NG + group] = s.rstd;
+  store(statistics_of({moments[3 * group], moments[3 * group + 1], moments[3 * group + 2]}, problem_.eps),
+        problem_, group, to);
+}
+
+void finish_statistics(const Problem& p, const Tree& tree, Moments* roots, const GroupRange& groups,
+                       float* statistics) {
+  for (std::int64_t group = groups.first; group < groups.end; ++group)
+    store(statistics_of(merge_roots(tree, roots + group * tree.roots()), p.eps), p, group, statistics);
 }
 
 void ChannelSource::parameter(const Parameter& parameter, const void* data, float missing, std::int64_t n,
@@ -120,20 +130,18 @@ void ChannelSource::backward_coefficients(std::int64_t first, std::int64_t count
 }
 
 void merge_unit_sums(const Problem& p, const Tree& tree, ChannelPlanes units, ChannelPlanes rows,
-                     const ParallelFor& parallel) {
+                     std::int64_t begin, std::int64_t end) {
   const std::int64_t C = p.channels, U = tree.spatial_units;
-  parallel(p.samples * C, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t channel = begin; channel < end; ++channel) {
-      const std::int64_t first = channel / C * U * C + channel % C;
-      RunningTree<ChannelSums> sums;
-      for (std::int64_t unit = 0; unit < U; ++unit)
-        sums.push({static_cast<double>(units.dz[first + unit * C]),
-                   static_cast<double>(units.dz_normalized[first + unit * C])});
-      const ChannelSums row = sums.root();
-      rows.dz[channel] = static_cast<float>(row.dz);
-      rows.dz_normalized[channel] = static_cast<float>(row.dz_normalized);
-    }
-  });
+  for (std::int64_t channel = begin; channel < end; ++channel) {
+    const std::int64_t first = channel / C * U * C + channel % C;
+    RunningTree<ChannelSums> sums;
+    for (std::int64_t unit = 0; unit < U; ++unit)
+      sums.push({static_cast<double>(units.dz[first + unit * C]),
+                 static_cast<double>(units.dz_normalized[first + unit * C])});
+    const ChannelSums row = sums.root();
+    rows.dz[channel] = static_cast<float>(row.dz);
+    rows.dz_normalized[channel] = static_cast<float>(row.dz_normalized);
+  }
 }
 
 void parameter_gradients(const Problem& p, ChannelPlanes rows, void* dweight, void* dbias,
@@ -143,25 +151,23 @@ void parameter_gradients(const Problem& p, ChannelPlanes rows, void* dweight, vo
   if (dbias != nullptr && p.bias.present()) parameter_gradient(p, p.bias, rows.dz, dbias, parallel);
 }
 
-void group_mean_sweep(const Problem& p, const ChannelSource& source, ChannelPlanes rows, GroupMeans* means,
-                      const ParallelFor& parallel) {
+void find_group_means(const Problem& p, const ChannelSource& source, ChannelPlanes rows,
+                      const GroupRange& groups, GroupMeans* means) {
   const std::int64_t D = p.channels_per_group();
-  parallel(p.samples * p.groups, [&](std::int64_t begin, std::int64_t end) {
-    float weight[kChannels];
-    ChannelSums block[kChannels];
-    for (std::int64_t group = begin; group < end; ++group) {
-      RunningTree<ChannelSums> sums;  // of blocks, which are aligned subtrees
-      for (std::int64_t d = 0; d < D; d += kChannels) {
-        const std::int64_t first = group * D + d, count = std::min(kChannels, D - d);
-        source.weights(first, count, weight);
-        for (std::int64_t i = 0; i < count; ++i)
-          block[i] = weighted(weight[i], rows.dz[first + i], rows.dz_normalized[first + i]);
-        reduce_tree(block, count);
-        sums.push(block[0]);
-      }
-      means[group] = group_means(sums.root(), static_cast<double>(p.group_size()));
+  float weight[kChannels];
+  ChannelSums block[kChannels];
+  for (std::int64_t group = groups.first; group < groups.end; ++group) {
+    RunningTree<ChannelSums> sums;  // of blocks, which are aligned subtrees
+    for (std::int64_t d = 0; d < D; d += kChannels) {
+      const std::int64_t first = group * D + d, count = std::min(kChannels, D - d);
+      source.weights(first, count, weight);
+      for (std::int64_t i = 0; i < count; ++i)
+        block[i] = weighted(weight[i], rows.dz[first + i], rows.dz_normalized[first + i]);
+      reduce_tree(block, count);
+      sums.push(block[0]);
     }
-  });
+    means[group] = group_means(sums.root(), static_cast<double>(p.group_size()));
+  }
 }
 
 }  // namespace steadynorm::cpu

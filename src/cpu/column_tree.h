@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// RunningTree for all columns of a panel at once.
+// RunningTree over the leaves of a channels_last unit, for all columns of a panel at once.
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
-#include "core/formulas.h"
+#include "core/tree.h"
 #include "cpu/kernels.h"
-#include "cpu/running_tree.h"
+#include "cpu/vec.h"
 
 namespace steadynorm::cpu {
 namespace {
@@ -28,18 +29,22 @@ inline void merge_columns(ColumnNode& a, const ColumnNode& b, int width) {
   }
 }
 
-// 160 KiB of stack, of which a unit touches as many levels as it has.
 class ColumnTree {
  public:
-  // Consumes `node`.
-  void push(ColumnNode& node, int width) {
-    ColumnNode* carry = &node;
+  ColumnTree() {
+    for (int level = 0; level < kLevels; ++level) waiting_[level] = &nodes_[level];
+  }
+
+  // Where the next leaf is added up, before push().
+  ColumnNode& leaf() { return *leaf_; }
+
+  void push(int width) {
     int level = 0;
     for (; items_ >> level & 1; ++level) {
-      merge_columns(waiting_[level], *carry, width);
-      carry = &waiting_[level];
+      merge_columns(*waiting_[level], *leaf_, width);
+      std::swap(waiting_[level], leaf_);
     }
-    copy(*carry, waiting_[level], width);
+    std::swap(waiting_[level], leaf_);
     ++items_;
   }
 
@@ -47,21 +52,35 @@ class ColumnTree {
     ColumnNode* node = nullptr;
     for (int level = 0; items_ >> level; ++level) {
       if (!(items_ >> level & 1)) continue;
-      if (node != nullptr) merge_columns(waiting_[level], *node, width);
-      node = &waiting_[level];
+      if (node != nullptr) merge_columns(*waiting_[level], *node, width);
+      node = waiting_[level];
     }
     return *node;
   }
 
  private:
-  static void copy(const ColumnNode& from, ColumnNode& to, int width) {
-    for (int j = 0; j < width; ++j) to.first[j] = from.first[j];
-    for (int j = 0; j < width; ++j) to.second[j] = from.second[j];
-  }
+  static constexpr int kLevels = 5;
+  static_assert(1 << (kLevels - 1) == kUnitLeaves);
 
-  std::int64_t items_ = 0;
-  ColumnNode waiting_[kTreeLevels];
+  int items_ = 0;
+  ColumnNode* waiting_[kLevels];
+  ColumnNode* leaf_ = &nodes_[kLevels];
+  ColumnNode nodes_[kLevels + 1];
 };
+
+// The tree over the tile's rows. batch(s, rows, first, leaf) adds the micro-batch of `rows` positions from s
+// on to `leaf`, or starts it.
+template <class Batch>
+STEADYNORM_HD const ColumnNode& add_column_leaves(ColumnTree& tree, const Tile& tile,
+                                                  std::int64_t leaf_positions, Batch&& batch) {
+  for (std::int64_t begin = 0; begin < tile.rows; begin += leaf_positions) {
+    const std::int64_t end = begin + leaf_positions < tile.rows ? begin + leaf_positions : tile.rows;
+    for (std::int64_t s = begin; s < end; s += kMicroBatchRows)
+      batch(s, smaller(end - s, kMicroBatchRows), s == begin, tree.leaf());
+    tree.push(static_cast<int>(tile.width));
+  }
+  return tree.root(static_cast<int>(tile.width));
+}
 
 }  // namespace
 }  // namespace steadynorm::cpu

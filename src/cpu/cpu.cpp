@@ -4,6 +4,7 @@
 #include "steadynorm/cpu.h"
 
 #include "core/dispatch.h"
+#include "cpu/blocks.h"
 #include "cpu/sweeps.h"
 
 namespace steadynorm::cpu {
@@ -114,42 +115,51 @@ void forward(const Problem& problem, const ForwardArguments& arguments, const Pa
   if (problem.samples == 0) return;
   const Tree tree = tree_of(problem);
   Moments* roots = static_cast<Moments*>(arguments.workspace);
-  unit_moments(problem, tree, arguments.x, roots, parallel);
-
-  const std::int64_t NG = problem.samples * problem.groups;
-  parallel(NG, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t group = begin; group < end; ++group) {
-      const Statistics s = statistics_of(merge_roots(tree, roots + group * tree.roots()), problem.eps);
-      arguments.statistics[group] = s.mean_hi;
-      arguments.statistics[NG + group] = s.mean_lo;
-      arguments.statistics[2 * NG + group] = s.rstd;
-    }
-  });
   ChannelSource source(problem, arguments.weight, arguments.bias);
   source.statistics = arguments.statistics;
+  const Blocks blocks(problem, size_of(problem.x));
+  if (blocks.count() > 0)
+    return forward_blocks(problem, tree, blocks, source, arguments.x, arguments.y, roots,
+                          arguments.statistics, parallel);
+  unit_moments(problem, tree, arguments.x, roots, parallel);
+  parallel(problem.samples * problem.groups, [&](std::int64_t begin, std::int64_t end) {
+    finish_statistics(problem, tree, roots, {begin, end}, arguments.statistics);
+  });
   apply_sweep(problem, source, arguments.x, arguments.y, parallel);
 }
 
 void backward(const Problem& problem, const BackwardArguments& arguments, const ParallelFor& parallel) {
   require(problem);
+  const bool wants_dx = arguments.dx != nullptr;
   const bool wants_parameters = arguments.dweight != nullptr || arguments.dbias != nullptr;
-  if (problem.samples > 0 && (arguments.dx != nullptr || wants_parameters)) {
+  ChannelPlanes rows;
+  if (problem.samples > 0 && (wants_dx || wants_parameters)) {
     const Tree tree = tree_of(problem);
     Pieces pieces(arguments.workspace);
     const BackwardWorkspace workspace(problem, pieces);
-    ChannelSource source(problem, arguments.weight, arguments.bias);
-    source.statistics = arguments.statistics;
-    unit_sums(problem, tree, source, arguments.x, arguments.dy, workspace.units, parallel);
-    if (tree.spatial_units > 1) merge_unit_sums(problem, tree, workspace.units, workspace.rows, parallel);
-    if (wants_parameters)
-      parameter_gradients(problem, workspace.rows, arguments.dweight, arguments.dbias, parallel);
-    if (arguments.dx == nullptr) return;
-    group_mean_sweep(problem, source, workspace.rows, workspace.means, parallel);
-    source.means = workspace.means;
-    gradient_sweep(problem, source, arguments.x, arguments.dy, arguments.dx, parallel);
-  } else if (wants_parameters) {
-    parameter_gradients(problem, {}, arguments.dweight, arguments.dbias, parallel);
+    rows = workspace.rows;
+    ChannelSource sums(problem, arguments.weight, arguments.bias), gradient = sums;
+    sums.statistics = gradient.statistics = arguments.statistics;
+    gradient.means = workspace.means;
+    const Blocks blocks(problem, size_of(problem.x) + size_of(problem.y));
+    if (wants_dx && blocks.count() > 0) {
+      backward_blocks(problem, tree, blocks, sums, gradient, arguments.x, arguments.dy, arguments.dx,
+                      workspace.units, rows, workspace.means, parallel);
+    } else {
+      unit_sums(problem, tree, sums, arguments.x, arguments.dy, workspace.units, parallel);
+      if (tree.spatial_units > 1)
+        parallel(problem.samples * problem.channels, [&](std::int64_t begin, std::int64_t end) {
+          merge_unit_sums(problem, tree, workspace.units, rows, begin, end);
+        });
+      if (wants_dx) {
+        parallel(problem.samples * problem.groups, [&](std::int64_t begin, std::int64_t end) {
+          find_group_means(problem, sums, rows, {begin, end}, workspace.means);
+        });
+        gradient_sweep(problem, gradient, arguments.x, arguments.dy, arguments.dx, parallel);
+      }
+    }
   }
+  if (wants_parameters) parameter_gradients(problem, rows, arguments.dweight, arguments.dbias, parallel);
 }
 
 }  // namespace steadynorm::cpu

@@ -7,6 +7,7 @@
 #include "core/formulas.h"
 #include "core/tree.h"
 #include "cpu/column_tree.h"
+#include "cpu/elements.h"
 #include "cpu/running_tree.h"
 #include "cpu/vec.h"
 
@@ -14,119 +15,199 @@ namespace steadynorm::cpu {
 namespace {
 
 // What the sums add: dz and dz * normalized.
-template <Activation A, bool kRow>
-void terms_block(const float* __restrict x, const float* __restrict dy, int count, const Coefficients& k,
-                 int row, float* __restrict dz, float* __restrict dz_normalized) {
-  for (int j = 0; j < count; ++j) {
-    const int i = kRow ? row : j;
-    const float from_mean = centred(x[j], {k.mean_hi[i], k.mean_lo[i], k.rstd[i]});
-    dz[j] = activate_backward<A>(dy[j], affine(from_mean, k.scale[i], k.bias[i]));
-    dz_normalized[j] = dz[j] * (from_mean * k.rstd[i]);
-  }
-}
+struct Terms {
+  Floats dz, dz_normalized;
+};
 
-template <Activation A, bool kRow>
-void gradient_block(const float* __restrict x, const float* __restrict dy, float* __restrict dx, int count,
-                    const Coefficients& k, int row) {
-  for (int j = 0; j < count; ++j) {
-    const int i = kRow ? row : j;
-    const float from_mean = centred(x[j], {k.mean_hi[i], k.mean_lo[i], k.rstd[i]});
-    const float dz = activate_backward<A>(dy[j], affine(from_mean, k.scale[i], k.bias[i]));
-    dx[j] = input_gradient(k.weight[i], dz, from_mean * k.rstd[i], {k.mean_dz[i], k.mean_dz_normalized[i]},
-                           k.rstd[i]);
-  }
+STEADYNORM_HD Terms operator+(const Terms& a, const Terms& b) {
+  return {a.dz + b.dz, a.dz_normalized + b.dz_normalized};
+}
+STEADYNORM_HD Terms operator+(const Terms& a, float b) { return {a.dz + b, a.dz_normalized + b}; }
+
+template <Activation A>
+STEADYNORM_HD Terms terms(Floats x, Floats dy, const Element& k) {
+  const Floats from_mean = centred(x, k);
+  const Floats dz = activate_backward<A>(dy, affine(from_mean, k));
+  return {dz, dz * (from_mean * k.rstd)};
 }
 
 // ---- rows ----
 
-inline double lane_tree(double* nodes, int lanes) {
-  for (int step = 1; step < lanes; step *= 2)
-    for (int l = 0; l + step < lanes; l += 2 * step) nodes[l] += nodes[l + step];
-  return nodes[0];
+// The tree over lanes, of which the absent ones are -0: adding it changes nothing.
+template <int kCount>
+STEADYNORM_HD double lane_tree(const double* lanes) {
+  if constexpr (kCount == 1) {
+    return lanes[0];
+  } else {
+    alignas(64) double nodes[kCount / 2];
+    for (int i = 0; i < kCount / 2; ++i) nodes[i] = lanes[2 * i] + lanes[2 * i + 1];
+    return lane_tree<kCount / 2>(nodes);
+  }
 }
 
-// The lanes' sums of a block of up to 2048 terms, in fp32 by columns (v), then within lanes (j); how many
-// lanes have any. With fewer terms than a row, lanes hold one v each, and the seven missing ones add +0, once
-// for all.
-inline int block_sums(const float* terms, int length, float* lane_sums) {
-  if (length < kLeafRow) {
-    float last[kLaneWidth] = {};
-    const int full = length / kLaneWidth, rest = length % kLaneWidth, lanes = full + (rest != 0);
-    sum_lanes(terms, full, lane_sums);
-    for (int j = 0; j < rest; ++j) last[j] = terms[full * kLaneWidth + j];
-    if (rest != 0) sum_lanes(last, 1, lane_sums + full);
-    for (int l = 0; l < lanes; ++l) lane_sums[l] += 0.0f;
-    return lanes;
+// Sums of a block's lanes.
+struct BlockSums {
+  alignas(64) float dz[kLanes];
+  alignas(64) float dz_normalized[kLanes];
+};
+
+// The sums of `rows` rows of `count` terms, `stride` apart; of the last one only `last` terms are there.
+template <Activation A, class X, class Y>
+STEADYNORM_HD Terms sum_rows(X x, Y dy, std::int64_t stride, int rows, int count, int last,
+                             const Element& k) {
+  if constexpr (A == Activation::none || A == Activation::relu) {  // the others are not worth the code
+    const auto whole = [&](int v) __attribute__((always_inline)) {
+      return terms<A>(load(x + v * stride), load(dy + v * stride), k);
+    };
+    if (last == kWidth) {
+      if (rows == 8) return pairwise<8>(whole);
+      if (rows == 4) return pairwise<4>(whole);
+      if (rows == 2) return pairwise<2>(whole);
+    }
   }
-  alignas(64) float tail[kLeafRow], columns[kLeafRow];
-  alignas(64) static constexpr float kZeros[kLeafRow] = {};
-  const int ragged = length % kLeafRow;
-  Rows rows{};
-  rows.present = (length + kLeafRow - 1) / kLeafRow;
-  rows.rounded = round_rows(rows.present);
-  rows.width = kLeafRow;
-  for (int v = 0; v < rows.rounded; ++v) rows.row[v] = v < rows.present ? terms + v * kLeafRow : kZeros;
-  if (ragged != 0) {
-    const float* last = rows.row[rows.present - 1];
-    for (int j = 0; j < ragged; ++j) tail[j] = last[j];
-    for (int j = ragged; j < rows.width; ++j) tail[j] = 0;
-    rows.row[rows.present - 1] = tail;
+  const auto row = [&](int v) __attribute__((always_inline)) {
+    const int here = v < rows - 1 ? count : last;
+    Terms t = terms<A>(load(x + v * stride, here), load(dy + v * stride, here), k);
+    if (here < kWidth) {
+      const Mask present = first_of(here);
+      t = {present ? t.dz : Floats{}, present ? t.dz_normalized : Floats{}};
+    }
+    return t;
+  };
+  if (rows == 1) return row(0) + 0.0f;
+  Terms value[kMicroBatchRows] = {};
+#pragma GCC unroll 1
+  for (int v = 0; v < rows; ++v) value[v] = row(v);
+  return pairwise<kMicroBatchRows>([&](int v) { return value[v]; });
+}
+
+// A block of up to 2048 terms. Lanes without any sum up to +0.
+template <Activation A, class X, class Y>
+[[gnu::noinline]] void block_sums(X x, Y dy, int length, const Element& k, BlockSums& to) {
+  const int rows = length / kLeafRow, ragged = length % kLeafRow;
+  for (int lane = 0; lane < kLanes; lane += kWidth) {
+    LaneColumns dz, dz_normalized;
+    for (int i = 0; i < kLaneWidth; ++i) {
+      const int c = lane * kLaneWidth + i * kWidth, last = smaller(ragged - c, kWidth);
+      Terms sum{};
+      if (rows > 0 || last > 0)
+        sum = sum_rows<A>(x + c, dy + c, kLeafRow, rows + (last > 0), kWidth, last > 0 ? last : kWidth, k);
+      dz[i] = sum.dz;
+      dz_normalized[i] = sum.dz_normalized;
+    }
+    store(to.dz + lane, lane_sums(dz));
+    store(to.dz_normalized + lane, lane_sums(dz_normalized));
   }
-  dispatch_rows(rows.rounded, [&](auto r) { sum_columns<r.value>(rows, columns); });
-  sum_lanes(columns, kLanes, lane_sums);
-  return kLanes;
 }
 
 // The sums of a leaf's lanes, over its blocks in order. The first is not added to zeros: it may be -0.
-class LeafSum {
+class LeafSums {
  public:
-  void add(const float* terms, int length) {
-    alignas(64) float block[kLanes];
-    const int lanes = block_sums(terms, length, block);
-    if (lanes_ == 0) {
-      lanes_ = lanes;
-      for (int l = 0; l < lanes; ++l) sums_[l] = static_cast<double>(block[l]);
+  void add(const BlockSums& block, int length) {
+    if (first_) {
+      first_ = false;
+      for (int l = 0; l < kLanes; ++l) {
+        const bool absent = l * kLaneWidth >= length;
+        dz_[l] = absent ? -0.0 : static_cast<double>(block.dz[l]);
+        dz_normalized_[l] = absent ? -0.0 : static_cast<double>(block.dz_normalized[l]);
+      }
       return;
     }
-    for (int l = lanes; l < kLanes; ++l) block[l] = 0;
-    for (int l = 0; l < lanes_; ++l) sums_[l] += static_cast<double>(block[l]);
+    for (int l = 0; l < kLanes; ++l) dz_[l] += static_cast<double>(block.dz[l]);
+    for (int l = 0; l < kLanes; ++l) dz_normalized_[l] += static_cast<double>(block.dz_normalized[l]);
   }
 
-  double root() { return lane_tree(sums_, lanes_); }
+  ChannelSums root() const { return {lane_tree<kLanes>(dz_), lane_tree<kLanes>(dz_normalized_)}; }
 
  private:
-  alignas(64) double sums_[kLanes];
-  int lanes_ = 0;
+  alignas(64) double dz_[kLanes];
+  alignas(64) double dz_normalized_[kLanes];
+  bool first_ = true;
 };
 
-inline double leaf_sum(const float* terms, int length) {
-  LeafSum sum;
-  sum.add(terms, length);
-  return sum.root();
+template <Activation A, class X, class Y>
+ChannelSums leaf_sums(X x, Y dy, std::int64_t length, const Element& k) {
+  LeafSums sums;
+  for (std::int64_t i = 0; i < length; i += kLeafBlock) {
+    const int here = smaller(length - i, kLeafBlock);
+    BlockSums block;
+    block_sums<A>(x + i, dy + i, here, k, block);
+    sums.add(block, here);
+  }
+  return sums.root();
+}
+
+// `rows` rows of less than 256 terms each: every lane is eight consecutive terms. Rows lie side by side, each
+// padded to a power of two of lanes, so that a level of all their trees is one loop.
+inline int short_row_lanes(std::int64_t width) {
+  int lanes = 1;
+  while (lanes * kLaneWidth < width) lanes *= 2;
+  return lanes;
+}
+
+inline void short_row_trees(const float* terms, int rows, int lanes, std::int64_t width, float* sums) {
+  alignas(64) float lane[kLeafBlock / kLaneWidth];
+  alignas(64) double nodes[2][kLeafBlock / kLaneWidth];
+  int count = rows * lanes;
+  for (int l = 0; l < count; l += kWidth) {
+    LaneColumns columns;
+    for (int i = 0; i < kLaneWidth; ++i) columns[i] = load(terms + l * kLaneWidth + i * kWidth);
+    store(lane + l, lane_sums(columns) + 0.0f);
+  }
+  for (int l = 0; l < count; ++l) nodes[0][l] = static_cast<double>(lane[l]);
+  const int present = static_cast<int>(divide_up(width, kLaneWidth));
+  if (present < lanes)  // the absent ones are -0: adding it changes nothing
+    for (int r = 0; r < rows; ++r)
+      for (int l = present; l < lanes; ++l) nodes[0][r * lanes + l] = -0.0;
+  int from = 0;
+  for (; count > rows; count /= 2, from = 1 - from) {
+    const double* __restrict in = nodes[from];
+    double* __restrict out = nodes[1 - from];
+    for (int i = 0; i < count / 2; ++i) out[i] = in[2 * i] + in[2 * i + 1];
+  }
+  for (int r = 0; r < rows; ++r) sums[r] = static_cast<float>(nodes[from][r]);
+}
+
+template <Activation A, class X, class Y>
+void short_row_sums(X x, Y dy, const Tile& tile, const Coefficients& k, float* dz, float* dz_normalized) {
+  alignas(64) float dz_terms[kLeafBlock], dz_normalized_terms[kLeafBlock];
+  const int width = static_cast<int>(tile.width), lanes = short_row_lanes(width);
+  const int padded = lanes * kLaneWidth, most = smaller(kLeafBlock / padded, tile.rows);
+  if (width % kLaneWidth != 0)  // what a row's last lane lacks is +0, and stays
+    for (int i = 0; i < kLeafBlock; ++i) dz_terms[i] = dz_normalized_terms[i] = 0;
+  for (std::int64_t first = 0; first < tile.rows; first += most) {
+    const int rows = smaller(tile.rows - first, most);
+    for (int r = 0; r < rows; ++r) {
+      const Element element = row_element(k, first + r);
+      const std::int64_t offset = tile.offset + (first + r) * tile.stride;
+      for (int j = 0; j < width; j += kWidth) {
+        const int count = smaller(width - j, kWidth);
+        Terms t = terms<A>(load(x + (offset + j), count), load(dy + (offset + j), count), element);
+        if (count < kWidth) {
+          const Mask present = first_of(count);
+          t = {present ? t.dz : Floats{}, present ? t.dz_normalized : Floats{}};
+        }
+        const int to = r * padded + j, here = smaller(padded - j, kWidth);
+        store(dz_terms + to, t.dz, here);
+        store(dz_normalized_terms + to, t.dz_normalized, here);
+      }
+    }
+    short_row_trees(dz_terms, rows, lanes, width, dz + first);
+    short_row_trees(dz_normalized_terms, rows, lanes, width, dz_normalized + first);
+  }
 }
 
 void row_sums(Activation activation, Array x, Array dy, const Tile& tile, std::int64_t leaf_positions,
               const Coefficients& k, float* dz, float* dz_normalized) {
-  dispatch(activation, [&](auto a) {
-    alignas(64) float x_buffer[kBlock], dy_buffer[kBlock];
-    alignas(64) float dz_terms[kLeafBlock], dz_normalized_terms[kLeafBlock];
+  dispatch_kernel(activation, x, dy, [&](auto a, auto x, auto dy) {
+    if (tile.width < kLeafRow) return short_row_sums<a.value>(x, dy, tile, k, dz, dz_normalized);
     for (std::int64_t r = 0; r < tile.rows; ++r) {
+      const Element element = row_element(k, r);
       RunningTree<ChannelSums> tree;
       for (std::int64_t leaf = 0; leaf < tile.width; leaf += leaf_positions) {
-        const std::int64_t end = leaf + leaf_positions < tile.width ? leaf + leaf_positions : tile.width;
-        LeafSum dz_sum, dz_normalized_sum;
-        for (std::int64_t begin = leaf; begin < end; begin += kLeafBlock) {
-          const int length = smaller(end - begin, kLeafBlock);
-          for (int i = 0; i < length; i += kBlock) {
-            const std::int64_t offset = tile.offset + r * tile.stride + begin + i;
-            const int count = smaller(length - i, kBlock);
-            terms_block<a.value, true>(load(x, offset, count, x_buffer), load(dy, offset, count, dy_buffer),
-                                       count, k, static_cast<int>(r), dz_terms + i, dz_normalized_terms + i);
-          }
-          dz_sum.add(dz_terms, length);
-          dz_normalized_sum.add(dz_normalized_terms, length);
-        }
-        tree.push({dz_sum.root(), dz_normalized_sum.root()});
+        const std::int64_t offset = tile.offset + r * tile.stride + leaf;
+        const std::int64_t length = tile.width - leaf < leaf_positions ? tile.width - leaf : leaf_positions;
+        tree.push(leaf_sums<a.value>(x + offset, dy + offset, length, element));
       }
       const ChannelSums sums = tree.root();
       dz[r] = static_cast<float>(sums.dz);
@@ -135,62 +216,77 @@ void row_sums(Activation activation, Array x, Array dy, const Tile& tile, std::i
   });
 }
 
+// The tree over up to 16 terms of a channel: lanes of 8 values, one a column.
+inline float run_sum(const float* terms, int length) {
+  double lanes[2];
+  for (int l = 0; l * kLaneWidth < length; ++l) {
+    float c[kLaneWidth] = {};
+    for (int j = 0; j < smaller(length - l * kLaneWidth, kLaneWidth); ++j) c[j] = terms[l * kLaneWidth + j];
+    const float sum = ((c[0] + c[1]) + (c[2] + c[3])) + ((c[4] + c[5]) + (c[6] + c[7]));
+    lanes[l] = static_cast<double>(sum + 0.0f);
+  }
+  return static_cast<float>(length > kLaneWidth ? lanes[0] + lanes[1] : lanes[0]);
+}
+
 void run_sums(Activation activation, Array x, Array dy, const Tile& tile, std::int64_t length,
               const Coefficients& k, float* dz, float* dz_normalized) {
-  dispatch(activation, [&](auto a) {
-    alignas(64) float x_buffer[kPanel], dy_buffer[kPanel], dz_terms[kPanel], dz_normalized_terms[kPanel];
-    const int count = static_cast<int>(tile.width), n = static_cast<int>(length);
-    terms_block<a.value, false>(load(x, tile.offset, count, x_buffer),
-                                load(dy, tile.offset, count, dy_buffer), count, k, 0, dz_terms,
-                                dz_normalized_terms);
-    if (n == 1) {  // one value and its missing partners
-      for (int i = 0; i < count; ++i) dz[i] = dz_terms[i] + 0.0f;
-      for (int i = 0; i < count; ++i) dz_normalized[i] = dz_normalized_terms[i] + 0.0f;
-      return;
-    }
-    for (int i = 0; i < count / n; ++i) {
-      dz[i] = static_cast<float>(leaf_sum(dz_terms + i * n, n));
-      dz_normalized[i] = static_cast<float>(leaf_sum(dz_normalized_terms + i * n, n));
+  alignas(64) float dz_terms[kPanel], dz_normalized_terms[kPanel];
+  dispatch_kernel(activation, x, dy, [&](auto a, auto x, auto dy) {
+    for (int j = 0; j < tile.width; j += kWidth) {
+      const int count = smaller(tile.width - j, kWidth);
+      const Terms t = terms<a.value>(load(x + (tile.offset + j), count), load(dy + (tile.offset + j), count),
+                                     column_element(k, j));
+      store(dz_terms + j, t.dz);
+      store(dz_normalized_terms + j, t.dz_normalized);
     }
   });
+  const int count = static_cast<int>(tile.width), n = static_cast<int>(length);
+  if (n == 1) {  // one value and its missing partners
+    for (int i = 0; i < count; ++i) dz[i] = dz_terms[i] + 0.0f;
+    for (int i = 0; i < count; ++i) dz_normalized[i] = dz_normalized_terms[i] + 0.0f;
+    return;
+  }
+  for (int i = 0; i < count / n; ++i) {
+    dz[i] = run_sum(dz_terms + i * n, n);
+    dz_normalized[i] = run_sum(dz_normalized_terms + i * n, n);
+  }
 }
 
 // ---- columns ----
 
-inline void column_batch_sum(const float (*terms)[kPanel], int present, int width, double* __restrict sums) {
-  alignas(64) static constexpr float kZeros[kPanel] = {};
-  alignas(64) float columns[kPanel];
-  Rows rows{{}, present, round_rows(present), width};
-  for (int v = 0; v < rows.rounded; ++v) rows.row[v] = v < present ? terms[v] : kZeros;
-  dispatch_rows(rows.rounded, [&](auto r) { sum_columns<r.value>(rows, columns); });
-  for (int j = 0; j < width; ++j) sums[j] = static_cast<double>(columns[j]);
+// Adds one micro-batch of each column to the ChannelSums in `leaf`, or starts them with it.
+template <Activation A, class X, class Y>
+void add_column_sums(X x, Y dy, std::int64_t stride, int rows, int width, const Coefficients& k, bool first,
+                     ColumnNode& leaf) {
+  for (int j = 0; j < width; j += kWidth) {
+    const Element element = column_element(k, j);
+    const int count = smaller(width - j, kWidth);
+    const Terms sum = sum_rows<A>(x + j, dy + j, stride, rows, count, count, element);
+    double* __restrict dz = leaf.first + j;
+    double* __restrict dz_normalized = leaf.second + j;
+    const auto add = [&](auto from_nothing) __attribute__((always_inline)) {
+#pragma GCC unroll 1
+      for (int i = 0; i < kWidth; ++i) {
+        const ChannelSums batch{static_cast<double>(sum.dz[i]), static_cast<double>(sum.dz_normalized[i])};
+        const ChannelSums both = from_nothing ? batch : merge(ChannelSums{dz[i], dz_normalized[i]}, batch);
+        dz[i] = both.dz;
+        dz_normalized[i] = both.dz_normalized;
+      }
+    };
+    first ? add(std::true_type{}) : add(std::false_type{});
+  }
 }
 
 void column_sums(Activation activation, Array x, Array dy, const Tile& tile, std::int64_t leaf_positions,
                  const Coefficients& k, float* dz, float* dz_normalized) {
-  dispatch(activation, [&](auto a) {
-    alignas(64) float x_buffer[kPanel], dy_buffer[kPanel];
-    alignas(64) float dz_terms[kMicroBatchRows][kPanel], dz_normalized_terms[kMicroBatchRows][kPanel];
+  dispatch_kernel(activation, x, dy, [&](auto a, auto x, auto dy) {
     ColumnTree tree;
-    ColumnNode leaf, micro_batch;
     const int width = static_cast<int>(tile.width);
-    for (std::int64_t begin = 0; begin < tile.rows; begin += leaf_positions) {
-      const std::int64_t end = begin + leaf_positions < tile.rows ? begin + leaf_positions : tile.rows;
-      for (std::int64_t s = begin; s < end; s += kMicroBatchRows) {
-        const int present = smaller(end - s, kMicroBatchRows);
-        for (int v = 0; v < present; ++v) {
-          const std::int64_t offset = tile.offset + (s + v) * tile.stride;
-          terms_block<a.value, false>(load(x, offset, width, x_buffer), load(dy, offset, width, dy_buffer),
-                                      width, k, 0, dz_terms[v], dz_normalized_terms[v]);
-        }
-        ColumnNode& node = s == begin ? leaf : micro_batch;
-        column_batch_sum(dz_terms, present, width, node.first);
-        column_batch_sum(dz_normalized_terms, present, width, node.second);
-        if (s != begin) merge_columns(leaf, micro_batch, width);
-      }
-      tree.push(leaf, width);
-    }
-    const ColumnNode& root = tree.root(width);
+    const ColumnNode& root = add_column_leaves(
+        tree, tile, leaf_positions, [&](std::int64_t s, int rows, bool first, ColumnNode& leaf) {
+          const std::int64_t offset = tile.offset + s * tile.stride;
+          add_column_sums<a.value>(x + offset, dy + offset, tile.stride, rows, width, k, first, leaf);
+        });
     for (int j = 0; j < width; ++j) dz[j] = static_cast<float>(root.first[j]);
     for (int j = 0; j < width; ++j) dz_normalized[j] = static_cast<float>(root.second[j]);
   });
@@ -201,18 +297,13 @@ void column_sums(Activation activation, Array x, Array dy, const Tile& tile, std
 template <bool kRow>
 void gradient_tile(Activation activation, Array x, Array dy, MutableArray dx, const Tile& tile,
                    const Coefficients& k) {
-  dispatch(activation, [&](auto a) {
-    alignas(64) float x_buffer[kBlock], dy_buffer[kBlock], dx_buffer[kBlock];
-    for (std::int64_t r = 0; r < tile.rows; ++r) {
-      for (std::int64_t j = 0; j < tile.width; j += kBlock) {
-        const std::int64_t offset = tile.offset + r * tile.stride + j;
-        const int count = smaller(tile.width - j, kBlock);
-        float* out = destination(dx, offset, dx_buffer);
-        gradient_block<a.value, kRow>(load(x, offset, count, x_buffer), load(dy, offset, count, dy_buffer),
-                                      out, count, k, static_cast<int>(r));
-        store(dx, offset, count, out);
-      }
-    }
+  dispatch_kernel(activation, x, dy, [&](auto a, auto x, auto dy) {
+    const auto to = like(x, dx);
+    for_elements<kRow>(tile, k, [&](std::int64_t i, int count, const Element& element) {
+      const Floats from_mean = centred(load(x + i, count), element);
+      const Floats dz = activate_backward<a.value>(load(dy + i, count), affine(from_mean, element));
+      store(to + i, input_gradient(dz, from_mean, element), count);
+    });
   });
 }
 

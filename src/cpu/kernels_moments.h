@@ -26,47 +26,109 @@ Moments exact_moments(int count, F&& value) {
   return {static_cast<double>(count), mean, m2};
 }
 
+// A micro-batch whose q is not reliable: q = d = 0 are right when all values equal m, else it is computed
+// again.
+template <class F>
+PivotSums add_unreliable(const PivotSums& before, int count, float pivot, float m, F&& value) {
+  bool equal = true;
+  for (int i = 0; i < count; ++i) equal &= value(i) == m;
+  if (equal) return add_micro_batch(before, count, pivot, m, 0.0, 0.0);
+  const Moments exact = exact_moments(count, value);
+  return add_micro_batch(before, count, pivot, exact.mean, 0.0, exact.m2);
+}
+
+STEADYNORM_HD Mask unreliable(Floats q) { return ~((q >= kLeastReliable) & (q <= kLargestFinite)); }
+
+// sum / count, for a count that is known: a product is as exact for a power of two.
+template <int kCount>
+STEADYNORM_HD Floats divided(Floats sum) {
+  if constexpr ((kCount & (kCount - 1)) == 0)
+    return sum * (1.0f / kCount);
+  else
+    return sum / static_cast<float>(kCount);
+}
+
 // ---- rows ----
 
-// Values of lane l among the first `length` of a leaf.
-inline int lane_count(int length, int lane) {
+// Values of lane l in a block of `length` values.
+STEADYNORM_HD int lane_count(int length, int lane) {
   const int rest = length % kLeafRow - lane * kLaneWidth;
   return length / kLeafRow * kLaneWidth + (rest < 0 ? 0 : (rest > kLaneWidth ? kLaneWidth : rest));
 }
 
-inline Moments exact_lane(const float* x, int length, int lane) {
-  const int count = lane_count(length, lane);
-  return exact_moments(
-      count, [&](int i) { return x[i / kLaneWidth * kLeafRow + lane * kLaneWidth + i % kLaneWidth]; });
-}
+// Micro-batches of whole lanes by columns: m, the same in all columns of a lane, and the columns' parts of d
+// and q.
+struct BatchColumns {
+  LaneColumns m, d, q;
+};
 
-// Lanes of equal counts, a power of two of them: the tree of merge(), all pairs of a level at once.
-inline Moments merge_equal_lanes(double count, int lanes, const double* mean, const double* m2) {
-  double buffer[2][2][kLanes / 2];
-  for (int level = 0; lanes > 1; ++level) {
-    lanes /= 2;
-    double* __restrict mean_out = buffer[level % 2][0];
-    double* __restrict m2_out = buffer[level % 2][1];
-    for (int i = 0; i < lanes; ++i) {
-      const Moments both =
-          merge(Moments{count, mean[2 * i], m2[2 * i]}, Moments{count, mean[2 * i + 1], m2[2 * i + 1]});
-      mean_out[i] = both.mean;
-      m2_out[i] = both.m2;
+// Lanes of R rows, or of R - 1 rows and a last one of `ragged` columns.
+template <int R, bool kRagged, class T>
+[[gnu::noinline]] void chunk_batches(const T* x, int ragged, int i, BatchColumns& to) {
+  Floats value[kLaneVectors][R], sum[kLaneVectors];
+  Mask present[kLaneVectors];
+  for (int p = 0; p < kLaneVectors; ++p) {
+    for (int v = 0; v < R - kRagged; ++v) value[p][v] = load(x + v * kLeafRow + p * kWidth);
+    if constexpr (kRagged) {
+      const int left = ragged - p * kWidth, count = left < 0 ? 0 : smaller(left, kWidth);
+      value[p][R - 1] = count > 0 ? load(x + (R - 1) * kLeafRow + p * kWidth, count) : Floats{};
+      present[p] = first_of(count);
     }
-    mean = mean_out;
-    m2 = m2_out;
-    count *= 2;
+    sum[p] = pairwise<R>([&](int v) { return value[p][v]; });
   }
-  return {count, mean[0], m2[0]};
+  Floats m = spread_lane_sums(sum);
+  if constexpr (kRagged) {
+    alignas(64) float count[kChunk];
+    for (int j = 0; j < kChunk; ++j) {
+      const int n = lane_count((R - 1) * kLeafRow + ragged, j / kLaneWidth);
+      count[j] = static_cast<float>(n > 0 ? n : 1);
+    }
+    m /= load(count);
+  } else {
+    m = divided<kLaneWidth * R>(m);
+  }
+  for (int p = 0; p < kLaneVectors; ++p) {
+    for (int v = 0; v < R; ++v) value[p][v] -= m;
+    if constexpr (kRagged) value[p][R - 1] = present[p] ? value[p][R - 1] : Floats{};  // missing: +0
+    to.m[i + p] = m;
+    to.d[i + p] = pairwise<R>([&](int v) { return value[p][v]; });
+    to.q[i + p] = pairwise<R>([&](int v) { return value[p][v] * value[p][v]; });
+  }
 }
 
-// Whether lane l's q is trustworthy, or all of its values equal: then m is exact and q = d = 0 are right.
-inline bool lane_is_exact(const Rows& rows, const float* centre, float q, int lane) {
-  if (is_reliable(q)) return true;
-  bool equal = q == 0;
-  for (int v = 0; v < rows.rounded; ++v)
-    for (int j = lane * kLaneWidth; j < (lane + 1) * kLaneWidth; ++j) equal &= rows.row[v][j] == centre[j];
-  return equal;
+// The micro-batches of a block's lanes. Lanes without any value are reliable.
+struct BlockBatches {
+  alignas(64) float m[kLanes];
+  alignas(64) float d[kLanes];
+  alignas(64) float q[kLanes];
+};
+
+// R whole rows and `ragged` values more.
+template <int R, class T>
+void block_batches(const T* x, int ragged, BlockBatches& to) {
+  BatchColumns columns;
+  for (int lane = 0; lane < kLanes && (R > 0 || lane * kLaneWidth < ragged); lane += kWidth) {
+    for (int i = 0; i < kLaneWidth; i += kLaneVectors) {
+      const int c = lane * kLaneWidth + i * kWidth;
+      if constexpr (R < kMicroBatchRows) {
+        if (c + kChunk <= ragged) {
+          chunk_batches<R + 1, false>(x + c, 0, i, columns);
+          continue;
+        }
+        if (c < ragged) {
+          chunk_batches<R + 1, true>(x + c, ragged - c, i, columns);
+          continue;
+        }
+      }
+      if constexpr (R > 0)
+        chunk_batches<R, false>(x + c, 0, i, columns);
+      else
+        for (int p = i; p < i + kLaneVectors; ++p) columns.m[p] = columns.d[p] = columns.q[p] = Floats{};
+    }
+    store(to.m + lane, lane_firsts(columns.m));
+    store(to.d + lane, lane_sums(columns.d));
+    store(to.q + lane, lane_sums(columns.q));
+  }
 }
 
 // What the lanes of a leaf have added up: PivotSums and their counts.
@@ -74,198 +136,207 @@ struct LaneRun {
   alignas(64) float pivot[kLanes];
   alignas(64) double sum[kLanes];
   alignas(64) double squares[kLanes];
-  int count[kLanes];
+  alignas(64) double count[kLanes];
 };
 
-inline void add_lanes(LaneRun& run, int lanes, int n, const float* __restrict m, const float* __restrict d,
-                      const float* __restrict q) {
-  const float* __restrict pivot = run.pivot;
-  double* __restrict sum = run.sum;
-  double* __restrict squares = run.squares;
-  for (int l = 0; l < lanes; ++l) {
-    const PivotSums both = add_micro_batch({sum[l], squares[l]}, n, pivot[l], m[l], d[l], q[l]);
-    sum[l] = both.sum;
-    squares[l] = both.squares;
-  }
-  for (int l = 0; l < lanes; ++l) run.count[l] += n;
-}
-
-// Adds a block of up to 2048 consecutive values: fp32 by columns (v), then within lanes (j).
-inline void add_block(LaneRun& run, bool first, const float* x, int length) {
-  alignas(64) float tail[kLeafRow], centre[kLeafRow], d_columns[kLeafRow], q_columns[kLeafRow];
-  alignas(64) float d[kLanes], q[kLanes], m[kLanes];
-  Rows rows{};
-  rows.present = (length + kLeafRow - 1) / kLeafRow;
-  rows.rounded = round_rows(rows.present);
-  rows.width = length >= kLeafRow ? kLeafRow : (length + kLaneWidth - 1) / kLaneWidth * kLaneWidth;
-  const int ragged = length % rows.width == 0 ? 0 : length % kLeafRow;
-  for (int v = 0; v < rows.present; ++v) rows.row[v] = x + v * kLeafRow;
-  if (ragged != 0) {
-    const float* last = rows.row[rows.present - 1];
-    for (int j = 0; j < ragged; ++j) tail[j] = last[j];
-    for (int j = ragged; j < rows.width; ++j) tail[j] = 0;
-    rows.row[rows.present - 1] = tail;
-  }
-  alignas(64) static constexpr float kZeros[kLeafRow] = {};
-  for (int v = rows.present; v < rows.rounded; ++v) rows.row[v] = kZeros;
-
-  const int lanes = rows.width / kLaneWidth;
-  const bool equal_lanes = length % kLeafRow == 0 || (length < kLeafRow && length % kLaneWidth == 0);
-  if (first)
-    for (int l = 0; l < lanes; ++l) run.pivot[l] = x[l * kLaneWidth];
-  dispatch_rows(rows.rounded, [&](auto r) { sum_columns<r.value>(rows, d_columns); });
-  sum_lanes(d_columns, lanes, m);
-  for (int l = 0; l < lanes; ++l)
-    m[l] /= static_cast<float>(equal_lanes ? lane_count(length, 0) : lane_count(length, l));
-  for (int j = 0; j < rows.width; ++j) centre[j] = m[j / kLaneWidth];
-
-  // A missing value deviates by +0: it takes its lane's centre.
-  if (ragged != 0)
-    for (int j = ragged; j < rows.width; ++j) tail[j] = centre[j];
-  for (int v = rows.present; v < rows.rounded; ++v) rows.row[v] = centre;
-  dispatch_rows(rows.rounded, [&](auto r) { sum_deviations<r.value>(rows, centre, d_columns, q_columns); });
-  sum_lanes(d_columns, lanes, d);
-  sum_lanes(q_columns, lanes, q);
-
-  bool reliable = true;
-  for (int l = 0; l < lanes; ++l) reliable &= is_reliable(q[l]);
-  if (reliable && equal_lanes) return add_lanes(run, lanes, lane_count(length, 0), m, d, q);
-  for (int l = 0; l < lanes; ++l) {
-    const int n = lane_count(length, l);
-    if (n == 0) continue;
-    PivotSums sums{run.sum[l], run.squares[l]};
-    if (reliable || lane_is_exact(rows, centre, q[l], l)) {
-      sums = add_micro_batch(sums, n, run.pivot[l], m[l], d[l], q[l]);
-    } else {
-      const Moments lane = exact_lane(x, length, l);
-      sums = add_micro_batch(sums, n, run.pivot[l], lane.mean, 0.0, lane.m2);
-    }
-    run.sum[l] = sums.sum;
-    run.squares[l] = sums.squares;
+// count(l) is 0 for a lane that has no value in the block: it stays as it is.
+template <class Count>
+STEADYNORM_HD void add_lanes(LaneRun& run, const BlockBatches& block, Count&& count) {
+  for (int l = 0; l < kLanes; ++l) {
+    const double n = count(l);
+    const PivotSums both =
+        add_micro_batch({run.sum[l], run.squares[l]}, n, run.pivot[l], block.m[l], block.d[l], block.q[l]);
+    run.sum[l] = n == 0 ? run.sum[l] : both.sum;
+    run.squares[l] = n == 0 ? run.squares[l] : both.squares;
     run.count[l] += n;
   }
 }
 
-// The lanes' nodes, merged.
-inline Moments merge_lanes(const LaneRun& run) {
-  int lanes = kLanes;
-  while (lanes > 0 && run.count[lanes - 1] == 0) --lanes;
-  bool equal = (lanes & (lanes - 1)) == 0;
-  for (int l = 1; l < lanes; ++l) equal &= run.count[l] == run.count[0];
-  if (equal) {
-    double mean[kLanes], m2[kLanes];
-    const double count = run.count[0], share = 1.0 / count;
-    for (int l = 0; l < lanes; ++l) {
-      const Moments lane = moments_of({run.sum[l], run.squares[l]}, count, share, run.pivot[l]);
-      mean[l] = lane.mean;
-      m2[l] = lane.m2;
-    }
-    return merge_equal_lanes(count, lanes, mean, m2);
+// Adds a block of up to 2048 consecutive values: fp32 by columns (v), then within lanes (j).
+template <class T>
+void add_block(LaneRun& run, bool first, const T* x, int length) {
+  BlockBatches block;
+  dispatch_rows(length / kLeafRow,
+                [&](auto rows) { block_batches<rows.value>(x, length % kLeafRow, block); });
+  const int lanes = smaller(divide_up(length, kLaneWidth), kLanes);
+  if (first) {
+    for (int l = 0; l < kLanes; ++l) run.sum[l] = run.squares[l] = run.count[l] = 0;
+    for (int l = 0; l < lanes; ++l) run.pivot[l] = to_float(x[l * kLaneWidth]);
   }
-  Moments nodes[kLanes];
-  for (int l = 0; l < lanes; ++l)
-    nodes[l] = run.count[l] == 0
-                   ? Moments{}
-                   : moments_of({run.sum[l], run.squares[l]}, run.count[l], 1.0 / run.count[l], run.pivot[l]);
-  reduce_tree(nodes, lanes);
-  return nodes[0];
+  Mask suspect{};
+  for (int l = 0; l < lanes; l += kWidth) suspect |= unreliable(load(block.q + l)) & first_of(lanes - l);
+  if (any(suspect)) {
+    for (int l = 0; l < lanes; ++l) {
+      const int n = lane_count(length, l);
+      const PivotSums before{run.sum[l], run.squares[l]};
+      const PivotSums both =
+          is_reliable(block.q[l])
+              ? add_micro_batch(before, n, run.pivot[l], block.m[l], block.d[l], block.q[l])
+              : add_unreliable(before, n, run.pivot[l], block.m[l], [&](int i) {
+                  return to_float(x[i / kLaneWidth * kLeafRow + l * kLaneWidth + i % kLaneWidth]);
+                });
+      run.sum[l] = both.sum;
+      run.squares[l] = both.squares;
+      run.count[l] += n;
+    }
+  } else if (length == kLeafBlock) {
+    add_lanes(run, block, [](int) { return static_cast<double>(kMicroBatchRows * kLaneWidth); });
+  } else {
+    add_lanes(run, block, [&](int l) { return static_cast<double>(lane_count(length, l)); });
+  }
+}
+
+// Nodes side by side.
+template <int kNodes>
+struct Nodes {
+  alignas(64) double count[kNodes];
+  alignas(64) double mean[kNodes];
+  alignas(64) double m2[kNodes];
+};
+
+// The tree over nodes, all pairs of a level at once. kEqual: all have `count`.
+template <bool kEqual, int kNodes>
+STEADYNORM_HD Moments merge_nodes(const Nodes<kNodes>& from, double count) {
+  if constexpr (kNodes == 1) {
+    return {kEqual ? count : from.count[0], from.mean[0], from.m2[0]};
+  } else {
+    Nodes<kNodes / 2> to;
+    for (int i = 0; i < kNodes / 2; ++i) {
+      const int a = 2 * i, b = a + 1;
+      const Moments both = merge(Moments{kEqual ? count : from.count[a], from.mean[a], from.m2[a]},
+                                 Moments{kEqual ? count : from.count[b], from.mean[b], from.m2[b]});
+      to.count[i] = both.count;
+      to.mean[i] = both.mean;
+      to.m2[i] = both.m2;
+    }
+    return merge_nodes<kEqual>(to, 2 * count);
+  }
+}
+
+// The first kNodes lanes' nodes, merged. Those without a value are absent.
+template <bool kEqual, int kNodes>
+[[gnu::noinline]] Moments merge_lanes(const LaneRun& run) {
+  Nodes<kNodes> nodes;
+  const double equal = run.count[0], share = 1.0 / equal;
+  for (int l = 0; l < kNodes; ++l) {
+    const double count = kEqual ? equal : run.count[l];
+    const Moments lane =
+        moments_of({run.sum[l], run.squares[l]}, count, kEqual ? share : 1.0 / count, run.pivot[l]);
+    nodes.count[l] = lane.count;
+    nodes.mean[l] = lane.mean;
+    nodes.m2[l] = lane.m2;
+  }
+  return merge_nodes<kEqual>(nodes, equal);
+}
+
+// Of a leaf of `length` values.
+inline Moments merge_lanes(const LaneRun& run, std::int64_t length) {
+  const std::int64_t ragged = length % kLeafRow;
+  if (length >= kLeafRow)
+    return ragged == 0 ? merge_lanes<true, kLanes>(run) : merge_lanes<false, kLanes>(run);
+  if (ragged % kLaneWidth == 0) {
+    const std::int64_t lanes = ragged / kLaneWidth;
+    if (lanes == 1) return merge_lanes<true, 1>(run);
+    if (lanes == 2) return merge_lanes<true, 2>(run);
+    if (lanes == 4) return merge_lanes<true, 4>(run);
+    if (lanes == 8) return merge_lanes<true, 8>(run);
+    if (lanes == 16) return merge_lanes<true, 16>(run);
+  }
+  return merge_lanes<false, kLanes>(run);
 }
 
 void row_moments(Array x, std::int64_t offset, std::int64_t length, std::int64_t leaf_length,
                  std::int64_t count, Moments* moments) {
-  alignas(64) float buffer[kLeafBlock];
-  for (std::int64_t unit = 0; unit < count; ++unit, offset += length) {
-    RunningTree<Moments> tree;
-    for (std::int64_t leaf = 0; leaf < length; leaf += leaf_length) {
-      const std::int64_t end = leaf + leaf_length < length ? leaf + leaf_length : length;
-      LaneRun run{};
-      for (std::int64_t i = leaf; i < end; i += kLeafBlock) {
-        const int n = smaller(end - i, kLeafBlock);
-        add_block(run, i == leaf, load(x, offset + i, n, buffer), n);
+  dispatch(x.type, [&](auto type) {
+    using T = typename decltype(type)::type;
+    const T* values = static_cast<const T*>(x.data) + offset;
+    for (std::int64_t unit = 0; unit < count; ++unit, values += length) {
+      RunningTree<Moments> tree;
+      for (std::int64_t leaf = 0; leaf < length; leaf += leaf_length) {
+        const std::int64_t end = leaf + leaf_length < length ? leaf + leaf_length : length;
+        LaneRun run;
+        for (std::int64_t i = leaf; i < end; i += kLeafBlock)
+          add_block(run, i == leaf, values + i, smaller(end - i, kLeafBlock));
+        tree.push(merge_lanes(run, end - leaf));
       }
-      tree.push(merge_lanes(run));
+      moments[unit] = tree.root();
     }
-    moments[unit] = tree.root();
-  }
+  });
 }
 
 // ---- columns ----
 
-// The sums of a leaf's micro-batches around the unit's pivots, of every column.
-struct ColumnLeaf {
-  alignas(64) float pivot[kPanel];
-  ColumnNode sums;  // PivotSums
+// One micro-batch of `count` columns: 8 rows, or fewer of them.
+struct ColumnBatch {
+  Floats m, d, q;
 };
 
-inline void add_columns(ColumnLeaf& leaf, int width, int n, const float* __restrict m,
-                        const float* __restrict d, const float* __restrict q) {
-  const float* __restrict pivot = leaf.pivot;
-  double* __restrict sum = leaf.sums.first;
-  double* __restrict squares = leaf.sums.second;
-  for (int j = 0; j < width; ++j) {
-    const PivotSums both = add_micro_batch({sum[j], squares[j]}, n, pivot[j], m[j], d[j], q[j]);
-    sum[j] = both.sum;
-    squares[j] = both.squares;
-  }
+template <bool kWhole, class T>
+STEADYNORM_HD ColumnBatch column_batch(const T* x, std::int64_t stride, int rows, int count) {
+  Floats value[kMicroBatchRows];
+  for (int v = 0; v < kMicroBatchRows; ++v)
+    value[v] = kWhole ? load(x + v * stride) : (v < rows ? load(x + v * stride, count) : Floats{});
+  Floats m = pairwise<kMicroBatchRows>([&](int v) { return value[v]; });
+  m = kWhole ? m * (1.0f / kMicroBatchRows) : m / static_cast<float>(rows);
+  for (int v = 0; v < kMicroBatchRows; ++v)
+    value[v] = kWhole || v < rows ? value[v] - m : Floats{};  // missing: +0
+  const Floats d = pairwise<kMicroBatchRows>([&](int v) { return value[v]; });
+  return {m, d, pairwise<kMicroBatchRows>([&](int v) { return value[v] * value[v]; })};
 }
 
-// One micro-batch of each column: rows.present positions, of which rows.rounded - rows.present are missing.
-inline void column_micro_batch(Rows& rows, ColumnLeaf& leaf) {
-  alignas(64) static constexpr float kZeros[kPanel] = {};
-  alignas(64) float m[kPanel], d[kPanel], q[kPanel];
-  for (int v = rows.present; v < rows.rounded; ++v) rows.row[v] = kZeros;
-  dispatch_rows(rows.rounded, [&](auto r) { sum_columns<r.value>(rows, m); });
-  const float count = static_cast<float>(rows.present);
-  if (rows.present == kMicroBatchRows)
-    for (int j = 0; j < rows.width; ++j) m[j] *= 0.125f;
-  else
-    for (int j = 0; j < rows.width; ++j) m[j] /= count;
-  for (int v = rows.present; v < rows.rounded; ++v) rows.row[v] = m;
-  dispatch_rows(rows.rounded, [&](auto r) { sum_deviations<r.value>(rows, m, d, q); });
-
-  int unreliable = 0;
-  for (int j = 0; j < rows.width; ++j) unreliable += !is_reliable(q[j]);
-  if (unreliable == 0) return add_columns(leaf, rows.width, rows.present, m, d, q);
-  for (int j = 0; j < rows.width; ++j) {
-    bool exact = is_reliable(q[j]);
-    if (!exact) {
-      exact = q[j] == 0;  // when all values equal m, q = d = 0 are right
-      for (int v = 0; v < rows.present; ++v) exact &= rows.row[v][j] == m[j];
+// Adds one micro-batch of each column to the PivotSums in `leaf`, or starts them with it.
+template <class T>
+void add_column_batches(const T* x, std::int64_t stride, int rows, int width, const float* __restrict pivot,
+                        bool first, ColumnNode& leaf) {
+  for (int j = 0; j < width; j += kWidth) {
+    const int count = smaller(width - j, kWidth);
+    const ColumnBatch batch = rows == kMicroBatchRows && count == kWidth
+                                  ? column_batch<true>(x + j, stride, rows, count)
+                                  : column_batch<false>(x + j, stride, rows, count);
+    double* __restrict sum = leaf.first + j;
+    double* __restrict squares = leaf.second + j;
+    const float* __restrict p = pivot + j;
+    if (!any(unreliable(batch.q) & first_of(count))) {
+      const auto add = [&](auto from_zero) __attribute__((always_inline)) {
+#pragma GCC unroll 1
+        for (int i = 0; i < kWidth; ++i) {
+          const PivotSums before = from_zero ? PivotSums{} : PivotSums{sum[i], squares[i]};
+          const PivotSums both = add_micro_batch(before, rows, p[i], batch.m[i], batch.d[i], batch.q[i]);
+          sum[i] = both.sum;
+          squares[i] = both.squares;
+        }
+      };
+      first ? add(std::true_type{}) : add(std::false_type{});
+      continue;
     }
-    const Moments column =
-        exact ? Moments{0, m[j], q[j]} : exact_moments(rows.present, [&](int v) { return rows.row[v][j]; });
-    const PivotSums both = add_micro_batch({leaf.sums.first[j], leaf.sums.second[j]}, rows.present,
-                                           leaf.pivot[j], column.mean, exact ? d[j] : 0.0, column.m2);
-    leaf.sums.first[j] = both.sum;
-    leaf.sums.second[j] = both.squares;
+    for (int i = 0; i < count; ++i) {
+      const PivotSums before = first ? PivotSums{} : PivotSums{sum[i], squares[i]};
+      const PivotSums both = is_reliable(batch.q[i])
+                                 ? add_micro_batch(before, rows, p[i], batch.m[i], batch.d[i], batch.q[i])
+                                 : add_unreliable(before, rows, p[i], batch.m[i],
+                                                  [&](int v) { return to_float(x[v * stride + j + i]); });
+      sum[i] = both.sum;
+      squares[i] = both.squares;
+    }
   }
 }
 
 void column_moments(Array x, const Tile& tile, std::int64_t leaf_positions, Moments* moments) {
-  alignas(64) float buffer[kMicroBatchRows][kPanel];
-  ColumnTree tree;
-  const int width = static_cast<int>(tile.width);
-  ColumnLeaf leaf;
-  const float* pivot = load(x, tile.offset, width, buffer[0]);  // the unit's first values
-  for (int j = 0; j < width; ++j) leaf.pivot[j] = pivot[j];
-  for (std::int64_t begin = 0; begin < tile.rows; begin += leaf_positions) {
-    const std::int64_t end = begin + leaf_positions < tile.rows ? begin + leaf_positions : tile.rows;
-    for (int j = 0; j < width; ++j) leaf.sums.first[j] = leaf.sums.second[j] = 0;
-    for (std::int64_t s = begin; s < end; s += kMicroBatchRows) {
-      Rows rows{};
-      rows.present = smaller(end - s, kMicroBatchRows);
-      rows.rounded = round_rows(rows.present);
-      rows.width = width;
-      for (int v = 0; v < rows.present; ++v)
-        rows.row[v] = load(x, tile.offset + (s + v) * tile.stride, width, buffer[v]);
-      column_micro_batch(rows, leaf);
-    }
-    tree.push(leaf.sums, width);
-  }
-  const ColumnNode& root = tree.root(width);
-  const double count = static_cast<double>(tile.rows), share = 1.0 / count;
-  for (int j = 0; j < width; ++j)
-    moments[j] = moments_of({root.first[j], root.second[j]}, count, share, leaf.pivot[j]);
+  dispatch(x.type, [&](auto type) {
+    using T = typename decltype(type)::type;
+    alignas(64) float pivot[kPanel] = {};
+    const T* values = static_cast<const T*>(x.data) + tile.offset;
+    const int width = static_cast<int>(tile.width);
+    for (int j = 0; j < width; ++j) pivot[j] = to_float(values[j]);  // the unit's first values
+    ColumnTree tree;
+    const ColumnNode& root = add_column_leaves(
+        tree, tile, leaf_positions, [&](std::int64_t s, int rows, bool first, ColumnNode& leaf) {
+          add_column_batches(values + s * tile.stride, tile.stride, rows, width, pivot, first, leaf);
+        });
+    const double count = static_cast<double>(tile.rows), share = 1.0 / count;
+    for (int j = 0; j < width; ++j)
+      moments[j] = moments_of({root.first[j], root.second[j]}, count, share, pivot[j]);
+  });
 }
 
 }  // namespace

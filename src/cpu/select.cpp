@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The build defines STEADYNORM_CPU_AVX2 and STEADYNORM_CPU_AVX512 when it compiles those isa files for their
-// instruction set.
+// instruction set. Every processor with AVX2 has the F16C conversions too.
 #include <atomic>
 
 #include "cpu/kernels.h"

@@ -17,6 +17,11 @@ struct ChannelPlanes {
   float* dz_normalized = nullptr;
 };
 
+// Groups [first, end) of all samples' groups in a row.
+struct GroupRange {
+  std::int64_t first, end;
+};
+
 // Where coefficients come from.
 class ChannelSource {
  public:
@@ -52,6 +57,8 @@ class ChannelSource {
 void unit_moments(const Problem&, const Tree&, const void* x, Moments* roots, const ParallelFor&);
 // A group's moments from its roots, which it consumes.
 Moments merge_roots(const Tree&, Moments* roots);
+// The groups' entries of statistics [3, N, G], from their roots.
+void finish_statistics(const Problem&, const Tree&, Moments* roots, const GroupRange&, float* statistics);
 
 // ---- elementwise ----
 
@@ -64,13 +71,13 @@ void gradient_sweep(const Problem&, const ChannelSource&, const void* x, const v
 // Each unit's sums into [N, spatial unit, C].
 void unit_sums(const Problem&, const Tree&, const ChannelSource&, const void* x, const void* dy,
                ChannelPlanes units, const ParallelFor&);
-// Units to rows [N, C].
-void merge_unit_sums(const Problem&, const Tree&, ChannelPlanes units, ChannelPlanes rows,
-                     const ParallelFor&);
+// Units to rows [N, C], for channels [begin, end) of N * C.
+void merge_unit_sums(const Problem&, const Tree&, ChannelPlanes units, ChannelPlanes rows, std::int64_t begin,
+                     std::int64_t end);
 // Rows to dweight and dbias; either may be null.
 void parameter_gradients(const Problem&, ChannelPlanes rows, void* dweight, void* dbias, const ParallelFor&);
 // Rows to the two means that dx subtracts.
-void group_mean_sweep(const Problem&, const ChannelSource&, ChannelPlanes rows, GroupMeans* means,
-                      const ParallelFor&);
+void find_group_means(const Problem&, const ChannelSource&, ChannelPlanes rows, const GroupRange&,
+                      GroupMeans* means);
 
 }  // namespace steadynorm::cpu

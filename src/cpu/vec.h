@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loops under the kernels: storage to fp32 and back, and the pairwise trees of a micro-batch. Plain loops
-// over blocks of at most 2048 values, which compilers turn into vectors of whatever width the instruction set
-// has; since every lane is its own value, the width cannot change a bit. Included by one isa file each, hence
-// no linkage.
+// Vectors of the instruction set's own width: storage to fp32 and back, and the pairwise trees of a
+// micro-batch. Every element is a value of its own, so that the width cannot change a bit. Included by one
+// isa file each, hence no linkage.
 #pragma once
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 #include "core/dispatch.h"
 #include "core/numeric.h"
@@ -15,107 +21,312 @@
 namespace steadynorm::cpu {
 namespace {
 
-constexpr int kBlock = kLeafRow;  // 256 values: what one step of an elementwise kernel takes
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kWidth)));
+typedef std::int32_t Mask __attribute__((vector_size(4 * kWidth)));  // of comparisons: 0 or -1
+typedef std::uint32_t Words __attribute__((vector_size(4 * kWidth)));
+typedef std::uint16_t HalfWords __attribute__((vector_size(2 * kWidth)));
 
 inline int smaller(std::int64_t a, std::int64_t b) { return static_cast<int>(a < b ? a : b); }
 
-template <class T>
-void widen_values(const T* __restrict from, int count, float* __restrict to) {
-  for (int i = 0; i < count; ++i) to[i] = to_float(from[i]);
+// A formula of core, for every element. GCC must not unroll the loop before it has made a vector of it.
+template <class F, class... V>
+STEADYNORM_HD Floats each(F&& formula, const V&... values) {
+  Floats result;
+#pragma GCC unroll 1
+  for (int i = 0; i < kWidth; ++i) result[i] = formula(values[i]...);
+  return result;
 }
+
+STEADYNORM_HD Floats broadcast(float value) { return value - Floats{}; }
+
+// The first `count` elements.
+STEADYNORM_HD Mask first_of(int count) {
+  Mask index;
+  for (int i = 0; i < kWidth; ++i) index[i] = i;
+  return index < count;
+}
+
+STEADYNORM_HD bool any(Mask mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)mask) != 0;
+#else
+  std::int32_t all = 0;
+  for (int i = 0; i < kWidth; ++i) all |= mask[i];
+  return all != 0;
+#endif
+}
+
+// ---- storage ----
 
 template <class T>
-void narrow_values(const float* __restrict from, int count, T* __restrict to) {
-  for (int i = 0; i < count; ++i) to[i] = from_float<T>(from[i]);
-}
-
-// Values [offset, offset + count) as fp32: where they lie, or in `buffer`.
-inline const float* load(Array from, std::int64_t offset, int count, float* buffer) {
-  if (count <= 0) __builtin_unreachable();
-  if (from.type == DType::float32) return static_cast<const float*>(from.data) + offset;
-  if (from.type == DType::bfloat16)
-    widen_values(static_cast<const BFloat16*>(from.data) + offset, count, buffer);
-  else
-    widen_values(static_cast<const Float16*>(from.data) + offset, count, buffer);
-  return buffer;
-}
-
-// Where to compute values that store() then rounds into place.
-inline float* destination(MutableArray to, std::int64_t offset, float* buffer) {
-  return to.type == DType::float32 ? static_cast<float*>(to.data) + offset : buffer;
-}
-
-inline void store(MutableArray to, std::int64_t offset, int count, const float* values) {
-  if (to.type == DType::bfloat16)
-    narrow_values(values, count, static_cast<BFloat16*>(to.data) + offset);
-  else if (to.type == DType::float16)
-    narrow_values(values, count, static_cast<Float16*>(to.data) + offset);
-}
-
-// The aligned binary tree over R values; the missing 8 - R add +0, which only turns a sum of -0 into +0.
-template <int R, class F>
-STEADYNORM_HD float pairwise(F&& value) {
-  if constexpr (R == 8)
-    return ((value(0) + value(1)) + (value(2) + value(3))) + ((value(4) + value(5)) + (value(6) + value(7)));
-  else if constexpr (R == 4)
-    return ((value(0) + value(1)) + (value(2) + value(3))) + 0.0f;
-  else if constexpr (R == 2)
-    return (value(0) + value(1)) + 0.0f;
-  else
-    return value(0) + 0.0f;
-}
-
-// Up to 8 rows that are summed column by column. Rows from `present` to `rounded` are padding.
-struct Rows {
-  const float* row[kMicroBatchRows];
-  int present;
-  int rounded;  // 1, 2, 4 or 8
-  int width;    // columns, a multiple of kLaneWidth in contiguous leaves
+struct Stored {
+  using Vector = HalfWords;
+};
+template <>
+struct Stored<float> {
+  using Vector = Floats;
 };
 
-template <class F>
-void dispatch_rows(int rounded, F&& f) {
-  if (rounded == 8) return f(std::integral_constant<int, 8>{});
-  if (rounded == 4) return f(std::integral_constant<int, 4>{});
-  if (rounded == 2) return f(std::integral_constant<int, 2>{});
-  f(std::integral_constant<int, 1>{});
-}
-
-inline int round_rows(int present) { return present > 4 ? 8 : (present > 2 ? 4 : present); }
-
-template <int R>
-void sum_columns(const Rows& rows, float* __restrict sums) {
-  const float* const* row = rows.row;
-  const float *r0 = row[0], *r1 = row[1 % R], *r2 = row[2 % R], *r3 = row[3 % R];
-  const float *r4 = row[4 % R], *r5 = row[5 % R], *r6 = row[6 % R], *r7 = row[7 % R];
-  for (int j = 0; j < rows.width; ++j) {
-    const float value[] = {r0[j], r1[j], r2[j], r3[j], r4[j], r5[j], r6[j], r7[j]};
-    sums[j] = pairwise<R>([&](int v) { return value[v]; });
+// core's to_float and from_float, whole vectors at once; a test compares them for every pattern.
+template <class T>
+STEADYNORM_HD Floats widen(typename Stored<T>::Vector v) {
+  if constexpr (std::is_same_v<T, float>) {
+    return v;
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+#if defined(__AVX512F__)
+    return (Floats)((Words)_mm512_cvtepu16_epi32((__m256i)v) << 16);
+#elif defined(__AVX2__)
+    return (Floats)((Words)_mm256_cvtepu16_epi32((__m128i)v) << 16);
+#else
+    return (Floats)(__builtin_convertvector(v, Words) << 16);
+#endif
+  } else {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps((__m256i)v);
+#elif defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps((__m128i)v);
+#else
+    const Words bits = __builtin_convertvector(v, Words), magnitude = bits & 0x7fffu;
+    const Words normal =
+        (magnitude << 13) + (magnitude >= 0x7c00u ? Words{} + 0x70000000u : Words{} + 0x38000000u);
+    const Words small = (Words)(__builtin_convertvector((Mask)magnitude, Floats) * 5.9604644775390625e-8f);
+    return (Floats)((magnitude >= 0x0400u ? normal : small) | (bits & 0x8000u) << 16);
+#endif
   }
 }
 
-// Deviations from `centre`: their sums d and the sums q of their squares.
-template <int R>
-void sum_deviations(const Rows& rows, const float* __restrict centre, float* __restrict d,
-                    float* __restrict q) {
-  const float* const* row = rows.row;
-  const float *r0 = row[0], *r1 = row[1 % R], *r2 = row[2 % R], *r3 = row[3 % R];
-  const float *r4 = row[4 % R], *r5 = row[5 % R], *r6 = row[6 % R], *r7 = row[7 % R];
-  for (int j = 0; j < rows.width; ++j) {
-    const float m = centre[j];
-    const float e[] = {r0[j] - m, r1[j] - m, r2[j] - m, r3[j] - m,
-                       r4[j] - m, r5[j] - m, r6[j] - m, r7[j] - m};
-    d[j] = pairwise<R>([&](int v) { return e[v]; });
-    q[j] = pairwise<R>([&](int v) { return e[v] * e[v]; });
+STEADYNORM_HD HalfWords high_halves(Words words) {
+#if defined(__AVX512F__)
+  const __m512i odd = _mm512_set_epi16(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 31, 29, 27, 25, 23, 21,
+                                       19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+  return (HalfWords)_mm512_castsi512_si256(_mm512_permutexvar_epi16(odd, (__m512i)words));
+#else
+  return __builtin_convertvector(words >> 16, HalfWords);
+#endif
+}
+
+template <class T>
+STEADYNORM_HD typename Stored<T>::Vector narrow(Floats v) {
+  if constexpr (std::is_same_v<T, float>) {
+    return v;
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    const Words bits = (Words)v;
+    const Words rounded = bits + 0x7fffu + (bits >> 16 & 1u);
+    return high_halves(v == v ? rounded : bits | 0x400000u);
+  } else {
+#if defined(__F16C__)
+    // Of a NaN only the sign is kept.
+    v = v == v ? v : (Floats)(((Words)v & 0x80000000u) | 0x7fc00000u);
+#if defined(__AVX512F__)
+    return (HalfWords)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    return (HalfWords)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#endif
+#else
+    const Words bits = (Words)v, magnitude = bits & 0x7fffffffu;
+    const Words normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    const Words small = (Words)((Floats)magnitude + 0.5f) - 0x3f000000u;
+    const Words finite = magnitude < 0x38800000u ? small : normal;
+    const Words large = magnitude > 0x7f800000u ? Words{} + 0x7e00u : Words{} + 0x7c00u;
+    return __builtin_convertvector((magnitude < 0x477ff000u ? finite : large) | (bits >> 16 & 0x8000u),
+                                   HalfWords);
+#endif
   }
 }
 
-// The j half of a contiguous micro-batch: lanes of kLaneWidth columns.
-inline void sum_lanes(const float* __restrict columns, int lanes, float* __restrict sums) {
-  for (int l = 0; l < lanes; ++l) {
-    const float* c = columns + kLaneWidth * l;
-    sums[l] = ((c[0] + c[1]) + (c[2] + c[3])) + ((c[4] + c[5]) + (c[6] + c[7]));
+template <class T>
+STEADYNORM_HD Floats load(const T* from) {
+  typename Stored<T>::Vector v;
+  std::memcpy(&v, from, sizeof v);
+  return widen<T>(v);
+}
+
+template <class T>
+STEADYNORM_HD void store(T* to, Floats values) {
+  const typename Stored<T>::Vector v = narrow<T>(values);
+  std::memcpy(to, &v, sizeof v);
+}
+
+#if defined(__AVX512F__)
+template <class T>
+STEADYNORM_HD Floats load_some(const T* from, int count) {
+  const auto mask = static_cast<__mmask16>((1u << count) - 1);
+  if constexpr (std::is_same_v<T, float>)
+    return (Floats)_mm512_maskz_loadu_ps(mask, from);
+  else
+    return widen<T>((HalfWords)_mm256_maskz_loadu_epi16(mask, from));
+}
+
+template <class T>
+STEADYNORM_HD void store_some(T* to, Floats values, int count) {
+  const auto mask = static_cast<__mmask16>((1u << count) - 1);
+  if constexpr (std::is_same_v<T, float>)
+    _mm512_mask_storeu_ps(to, mask, (__m512)values);
+  else
+    _mm256_mask_storeu_epi16(to, mask, (__m256i)narrow<T>(values));
+}
+#else
+template <class T>
+[[gnu::noinline]] Floats load_some(const T* from, int count) {
+  T values[kWidth] = {};
+  for (int i = 0; i < count; ++i) values[i] = from[i];
+  return load(values);
+}
+
+template <class T>
+[[gnu::noinline]] void store_some(T* to, Floats values, int count) {
+  T rounded[kWidth];
+  store(rounded, values);
+  for (int i = 0; i < count; ++i) to[i] = rounded[i];
+}
+#endif
+
+// The first `count` values, at least one; the others are +0, and not read.
+template <class T>
+STEADYNORM_HD Floats load(const T* from, int count) {
+  return count == kWidth ? load(from) : load_some(from, count);
+}
+
+template <class T>
+STEADYNORM_HD void store(T* to, Floats values, int count) {
+  if (count == kWidth)
+    store(to, values);
+  else
+    store_some(to, values, count);
+}
+
+// A pointer to values whose type only the run knows: what mixed types cost is a call for each vector.
+template <class Void>
+struct AnyPointer {
+  Void* data;
+  DType type;
+
+  template <class T>
+  STEADYNORM_HD auto as() const {
+    if constexpr (std::is_const_v<Void>)
+      return static_cast<const T*>(data);
+    else
+      return static_cast<T*>(data);
   }
+};
+
+template <class Void>
+STEADYNORM_HD AnyPointer<Void> operator+(AnyPointer<Void> p, std::int64_t offset) {
+  if (p.type == DType::float32) return {p.template as<float>() + offset, p.type};
+  return {p.template as<BFloat16>() + offset, p.type};
+}
+
+[[gnu::noinline]] Floats load(AnyPointer<const void> from, int count = kWidth) {
+  if (from.type == DType::float32) return load(from.template as<float>(), count);
+  if (from.type == DType::bfloat16) return load(from.template as<BFloat16>(), count);
+  return load(from.template as<Float16>(), count);
+}
+
+[[gnu::noinline]] void store(AnyPointer<void> to, Floats values, int count = kWidth) {
+  if (to.type == DType::float32) return store(to.as<float>(), values, count);
+  if (to.type == DType::bfloat16) return store(to.as<BFloat16>(), values, count);
+  store(to.as<Float16>(), values, count);
+}
+
+// f(x, y) with pointers to the arrays' type when they have one type, else with AnyPointers.
+template <class Y, class F>
+STEADYNORM_HD void dispatch_pair(Array x, Y y, F&& f) {
+  using Void = std::remove_pointer_t<decltype(y.data)>;
+  if (x.type != y.type) return f(AnyPointer<const void>{x.data, x.type}, AnyPointer<Void>{y.data, y.type});
+  dispatch(x.type, [&](auto type) {
+    using T = typename decltype(type)::type;
+    f(static_cast<const T*>(x.data), AnyPointer<Void>{y.data, y.type}.template as<T>());
+  });
+}
+
+// ---- trees ----
+
+// f(constant) for a run-time number of rows, 0 to 8.
+template <int kMost = kMicroBatchRows, class F>
+STEADYNORM_HD void dispatch_rows(int rows, F&& f) {
+  if (rows == kMost) return f(std::integral_constant<int, kMost>{});
+  if constexpr (kMost > 0) dispatch_rows<kMost - 1>(rows, f);
+}
+
+// The aligned binary tree over the first R of 8 values. The missing ones add +0, which only turns a sum of -0
+// into +0: once where a whole subtree is met by a missing one.
+template <int R, int kFirst = 0, int kCount = kMicroBatchRows, class F>
+STEADYNORM_HD auto pairwise(F&& value) {
+  if constexpr (kCount == 1) {
+    return value(kFirst);
+  } else {
+    constexpr int kMiddle = kFirst + kCount / 2;
+    const auto left = pairwise<R, kFirst, kCount / 2>(value);
+    if constexpr (kMiddle < R)
+      return left + pairwise<R, kMiddle, kCount / 2>(value);
+    else if constexpr (kMiddle == R)
+      return left + 0.0f;
+    else
+      return left;
+  }
+}
+
+template <int... i>
+STEADYNORM_HD Floats evens(Floats a, Floats b, std::integer_sequence<int, i...>) {
+  return __builtin_shufflevector(a, b, (2 * i)...);
+}
+template <int... i>
+STEADYNORM_HD Floats odds(Floats a, Floats b, std::integer_sequence<int, i...>) {
+  return __builtin_shufflevector(a, b, (2 * i + 1)...);
+}
+template <int kDistance, int... i>
+STEADYNORM_HD Floats swapped(Floats a, std::integer_sequence<int, i...>) {
+  return __builtin_shufflevector(a, a, (i ^ kDistance)...);
+}
+using Elements = std::make_integer_sequence<int, kWidth>;
+
+STEADYNORM_HD Floats evens(Floats a, Floats b) { return evens(a, b, Elements{}); }
+STEADYNORM_HD Floats add_neighbours(Floats a, Floats b) {
+  return evens(a, b, Elements{}) + odds(a, b, Elements{});
+}
+
+// The j half of a contiguous micro-batch takes 8 vectors: the columns of kWidth lanes.
+using LaneColumns = Floats[kLaneWidth];
+
+// The sum of each lane's columns.
+STEADYNORM_HD Floats lane_sums(const LaneColumns& c) {
+  const Floats low = add_neighbours(add_neighbours(c[0], c[1]), add_neighbours(c[2], c[3]));
+  const Floats high = add_neighbours(add_neighbours(c[4], c[5]), add_neighbours(c[6], c[7]));
+  return add_neighbours(low, high);
+}
+
+// The first of each lane's columns.
+STEADYNORM_HD Floats lane_firsts(const LaneColumns& c) {
+  const Floats low = evens(evens(c[0], c[1]), evens(c[2], c[3]));
+  const Floats high = evens(evens(c[4], c[5]), evens(c[6], c[7]));
+  return evens(low, high);
+}
+
+// Vectors that hold whole lanes.
+constexpr int kLaneVectors = kWidth < kLaneWidth ? kLaneWidth / kWidth : 1;
+constexpr int kChunk = kLaneVectors * kWidth;
+
+// The sum of each lane's columns in every one of them, the same for each of the vectors.
+STEADYNORM_HD Floats spread_lane_sums(const Floats (&columns)[kLaneVectors]) {
+  Floats sum[kLaneVectors];
+  for (int p = 0; p < kLaneVectors; ++p) {
+    sum[p] = columns[p] + swapped<1>(columns[p], Elements{});
+    sum[p] += swapped<2>(sum[p], Elements{});
+  }
+  if constexpr (kLaneVectors == 1)
+    return sum[0] + swapped<4 % kWidth>(sum[0], Elements{});
+  else
+    return sum[0] + sum[1];
 }
 
 }  // namespace

@@ -35,13 +35,14 @@ Array part(const Array& array, std::int64_t begin, std::int64_t count) {
   return result;
 }
 
-// Problems that cross the boundaries of leaf, unit, panel and item as well as random ones.
+// Problems that cross the boundaries of leaf, unit, panel and item as well as random ones. The last is taken
+// in blocks as a batch, and by sweeps as a sample.
 std::vector<Problem> problems(std::uint64_t seed) {
   Random random(seed);
   std::vector<Problem> list;
   for (int i = 0; i < kProblems; ++i) list.push_back(random_problem(random, 30000));
   const std::int64_t sizes[][4] = {{1, 2, 1, 270001}, {2, 6, 2, 40003}, {3, 600, 2, 65}, {1, 40, 40, 3000},
-                                   {70, 24, 3, 1},    {5, 514, 1, 7},   {33, 8, 4, 49}};
+                                   {70, 24, 3, 1},    {5, 514, 1, 7},   {33, 8, 4, 49},  {9, 24, 3, 1500}};
   for (const auto& size : sizes)
     for (const Layout layout : {Layout::contiguous, Layout::channels_last}) {
       Problem p = random_problem(random, 10);
@@ -55,19 +56,69 @@ std::vector<Problem> problems(std::uint64_t seed) {
   return list;
 }
 
-TEST(CpuBits, DoNotDependOnThreadsOrRanges) {
+// Rows of a parameter that sample n has.
+Array sample_rows(const Problem& p, const Parameter& parameter, const Array& values, std::int64_t n) {
+  return parameter.shape == ParameterShape::per_sample ? part(values, n * p.channels, p.channels) : values;
+}
+
+Inputs sample_inputs(const Problem& p, const Inputs& in, std::int64_t n) {
+  const std::int64_t size = p.channels * p.positions;
+  Inputs one = in;
+  one.x = part(in.x, n * size, size);
+  one.dy = part(in.dy, n * size, size);
+  one.weight = sample_rows(p, p.weight, in.weight, n);
+  one.bias = sample_rows(p, p.bias, in.bias, n);
+  return one;
+}
+
+Array narrowed(const Array& array, DType dtype) { return store(load(array), dtype); }
+
+// Everything that may evaluate a problem, crossed: instruction sets, threads, the whole batch or one sample
+// at a time, bf16 or fp32 storage of the same values; all against fp32, whole, one thread.
+TEST(CpuBits, AreTheSameForEveryWayToEvaluateThem) {
+  Random random(11);
+  std::vector<Problem> list = problems(11);
+  while (list.size() < 200) list.push_back(random_problem(random, 3000));
   std::uint64_t seed = 0;
-  for (const Problem& p : problems(11)) {
-    const Inputs in(p, make_data(p, Kind::normal, ++seed));
-    const Forward forward = run_forward(p, in);
-    const Backward backward = run_backward(p, in, forward.statistics);
-    for (const int threads : {1, 2, 3, 7}) {
-      const std::string name = describe(p) + ", threads " + std::to_string(threads);
-      const cpu::ParallelFor parallel = random_ranges(threads, seed);
-      expect_same(name, p, run_forward(p, in, parallel), forward);
-      expect_same(name, run_backward(p, in, forward.statistics, {}, parallel), backward);
+  for (Problem p : list) {
+    p.x = p.y = p.weight.dtype = p.bias.dtype = DType::bfloat16;
+    p.activation = kActivations[seed % 5];
+    const Data data = make_data(p, Kind::normal, ++seed);
+    Problem wide = p;
+    wide.x = wide.y = wide.weight.dtype = wide.bias.dtype = DType::float32;
+    const Inputs wide_inputs(wide, data), narrow_inputs(p, data);
+    const Forward forward = run_forward(wide, wide_inputs);
+    const Backward backward = run_backward(wide, wide_inputs, forward.statistics);
+    for (const cpu::Kernels* const* k = cpu::available_kernels(); *k != nullptr; ++k) {
+      cpu::use_kernels(*k);
+      for (const int threads : {1, 2, 3, 7})
+        for (const DType storage : {DType::float32, DType::bfloat16}) {
+          if (p.elements() > 30000 && threads != 3) continue;  // large ones are for sweeps over several items
+          const std::string name = describe(p) + ", " + (*k)->name + ", threads " + std::to_string(threads) +
+                                   ", " + to_string(storage);
+          const cpu::ParallelFor parallel = random_ranges(threads, seed);
+          const Problem& stored = storage == DType::float32 ? wide : p;
+          const Inputs& in = storage == DType::float32 ? wide_inputs : narrow_inputs;
+          const Forward f{narrowed(forward.y, storage), forward.statistics};
+          const Backward b{narrowed(backward.dx, storage), narrowed(backward.dweight, storage),
+                           narrowed(backward.dbias, storage)};
+          expect_same(name, p, run_forward(stored, in, parallel), f);
+          expect_same(name, run_backward(stored, in, forward.statistics, {}, parallel), b);
+          Problem one = stored;
+          one.samples = 1;
+          const std::int64_t size = p.channels * p.positions;
+          for (const std::int64_t n : {std::int64_t{0}, p.samples - 1}) {
+            const Inputs alone = sample_inputs(p, in, n);
+            const Forward g = run_forward(one, alone, parallel);
+            const Backward c = run_backward(one, alone, g.statistics, {}, parallel);
+            const std::string sample = name + ", sample " + std::to_string(n);
+            EXPECT_TRUE(same_bits(sample + ", y", g.y, part(f.y, n * size, size), image_shape(one)));
+            EXPECT_TRUE(same_bits(sample + ", dx", c.dx, part(b.dx, n * size, size), image_shape(one)));
+          }
+          if (HasFailure()) return cpu::use_kernels(nullptr);
+        }
     }
-    if (HasFailure()) return;
+    cpu::use_kernels(nullptr);
   }
 }
 
@@ -97,25 +148,19 @@ TEST(CpuBits, OfASampleDoNotDependOnItsBatch) {
     Problem one = p;
     one.samples = 1;
     for (std::int64_t n = 0; n < p.samples; ++n) {
-      const auto row = [&](const Parameter& parameter, const Array& values) {
-        return parameter.shape == ParameterShape::per_sample ? part(values, n * p.channels, p.channels)
-                                                             : values;
-      };
-      Inputs alone = in;
-      alone.x = part(in.x, n * size, size);
-      alone.dy = part(in.dy, n * size, size);
-      alone.weight = row(p.weight, in.weight);
-      alone.bias = row(p.bias, in.bias);
+      const Inputs alone = sample_inputs(p, in, n);
       const std::string name = describe(p) + ", sample " + std::to_string(n);
       const Forward f = run_forward(one, alone);
       EXPECT_TRUE(same_bits(name + ", y", f.y, part(forward.y, n * size, size), image_shape(one)));
       const Backward b = run_backward(one, alone, f.statistics);
       EXPECT_TRUE(same_bits(name + ", dx", b.dx, part(backward.dx, n * size, size), image_shape(one)));
       if (p.weight.shape == ParameterShape::per_sample) {
-        EXPECT_TRUE(same_bits(name + ", dweight", b.dweight, row(p.weight, backward.dweight), {p.channels}));
+        EXPECT_TRUE(same_bits(name + ", dweight", b.dweight, sample_rows(p, p.weight, backward.dweight, n),
+                              {p.channels}));
       }
       if (p.bias.shape == ParameterShape::per_sample) {
-        EXPECT_TRUE(same_bits(name + ", dbias", b.dbias, row(p.bias, backward.dbias), {p.channels}));
+        EXPECT_TRUE(
+            same_bits(name + ", dbias", b.dbias, sample_rows(p, p.bias, backward.dbias, n), {p.channels}));
       }
     }
     if (HasFailure()) return;

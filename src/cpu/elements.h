@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// core's formulas of an element, for a vector of them, and the walk over a tile's vectors.
+#pragma once
+
+#include <cstdint>
+
+#include "core/formulas.h"
+#include "cpu/kernels.h"
+#include "cpu/vec.h"
+
+namespace steadynorm::cpu {
+namespace {
+
+// The coefficients of a vector's elements.
+struct Element {
+  Floats mean_hi, mean_lo, scale, bias, rstd, weight, mean_dz, mean_dz_normalized;
+};
+
+STEADYNORM_HD Element row_element(const Coefficients& k, std::int64_t r) {
+  return {broadcast(k.mean_hi[r]), broadcast(k.mean_lo[r]),
+          broadcast(k.scale[r]),   broadcast(k.bias[r]),
+          broadcast(k.rstd[r]),    broadcast(k.weight[r]),
+          broadcast(k.mean_dz[r]), broadcast(k.mean_dz_normalized[r])};
+}
+
+STEADYNORM_HD Element column_element(const Coefficients& k, std::int64_t j) {
+  return {load(k.mean_hi + j), load(k.mean_lo + j), load(k.scale + j),   load(k.bias + j),
+          load(k.rstd + j),    load(k.weight + j),  load(k.mean_dz + j), load(k.mean_dz_normalized + j)};
+}
+
+STEADYNORM_HD Floats centred(Floats x, const Element& k) {
+  return each(
+      [](float v, float hi, float lo) {
+        return steadynorm::centred(v, {hi, lo, 0});
+      },
+      x, k.mean_hi, k.mean_lo);
+}
+
+STEADYNORM_HD Floats affine(Floats from_mean, const Element& k) {
+  return each([](float v, float scale, float bias) { return steadynorm::affine(v, scale, bias); }, from_mean,
+              k.scale, k.bias);
+}
+
+template <Activation A>
+STEADYNORM_HD Floats activate(Floats z) {
+  return each([](float v) { return steadynorm::activate<A>(v); }, z);
+}
+
+template <Activation A>
+STEADYNORM_HD Floats activate_backward(Floats dy, Floats z) {
+  return each([](float d, float v) { return steadynorm::activate_backward<A>(d, v); }, dy, z);
+}
+
+STEADYNORM_HD Floats input_gradient(Floats dz, Floats from_mean, const Element& k) {
+  return each(
+      [](float weight, float v, float normalized, float mean_dz, float mean_dz_normalized, float rstd) {
+        return steadynorm::input_gradient(weight, v, normalized, {mean_dz, mean_dz_normalized}, rstd);
+      },
+      k.weight, dz, from_mean * k.rstd, k.mean_dz, k.mean_dz_normalized, k.rstd);
+}
+
+// f(activation, x, y) with pointers as dispatch_pair has them.
+template <class Y, class F>
+STEADYNORM_HD void dispatch_kernel(Activation activation, Array x, Y y, F&& f) {
+  dispatch_pair(x, y, [&](auto from, auto to) { dispatch(activation, [&](auto a) { f(a, from, to); }); });
+}
+
+// A pointer into `array` of the type that x, a pointer to constants, has.
+template <class T>
+STEADYNORM_HD T* like(const T*, MutableArray array) {
+  return static_cast<T*>(array.data);
+}
+STEADYNORM_HD AnyPointer<void> like(AnyPointer<const void>, MutableArray array) {
+  return {array.data, array.type};
+}
+
+// f(offset, count, coefficients) for each vector of the tile.
+template <bool kRow, class F>
+STEADYNORM_HD void for_elements(const Tile& tile, const Coefficients& k, F&& f) {
+  // Several rows for each load of columns' coefficients.
+  constexpr int kRows = kRow ? 1 : 4;
+  const std::int64_t whole = tile.width / kWidth * kWidth;
+  std::int64_t r = 0;
+  for (; r + kRows <= tile.rows; r += kRows) {
+    const std::int64_t begin = tile.offset + r * tile.stride;
+    if constexpr (kRow) {
+      const Element element = row_element(k, r);
+      for (std::int64_t j = 0; j < whole; j += kWidth) f(begin + j, kWidth, element);
+      if (whole < tile.width) f(begin + whole, static_cast<int>(tile.width - whole), element);
+    } else {
+      for (std::int64_t j = 0; j < whole; j += kWidth) {
+        const Element element = column_element(k, j);
+        for (int i = 0; i < kRows; ++i) f(begin + i * tile.stride + j, kWidth, element);
+      }
+    }
+  }
+  if constexpr (!kRow) {  // what is left of rows and of columns
+    for (std::int64_t row = 0; row < tile.rows; ++row)
+      for (std::int64_t j = row < r ? whole : 0; j < tile.width; j += kWidth)
+        f(tile.offset + row * tile.stride + j, smaller(tile.width - j, kWidth), column_element(k, j));
+  }
+}
+
+}  // namespace
+}  // namespace steadynorm::cpu
