@@ -151,7 +151,9 @@ void forward(const Plan& plan, const Problem& problem, const ForwardArguments& a
   call.y = a.y;
   call.statistics = call.statistics_out = a.statistics;
   if (plan.forward_on_chip.cluster > 0 && vectors_are_aligned({a.x, a.y})) {
-    check(launch_forward_on_chip(call, plan, p.first), "the forward kernel");
+    check(problem.layout == Layout::contiguous ? launch_forward_on_chip(call, plan, p.first)
+                                               : launch_forward_slabs(call, plan, p.first),
+          "the forward kernel");
     return;
   }
   call.roots = at<Node>(a.workspace, w.roots);

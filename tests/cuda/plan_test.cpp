@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
 #include <map>
 #include <sstream>
@@ -149,6 +150,45 @@ void expect_on_chip_covers(const Problem& p, const Plan& plan) {
       tree.channels * tree.spatial_units);
 }
 
+// On chip: the threads of all blocks cover each leaf of each vector of channels once, slabs are whole groups,
+// and their rows of the narrower tensor whole sectors of 32 bytes, except where a slab is all channels.
+void expect_slabs_on_chip_cover(const Problem& p, const OnChip& chip, const Launch& launch, int width,
+                                bool backward) {
+  if (chip.cluster == 0) return;
+  const Dimensions d = dimensions_of(p);
+  const Slabs slabs = make_slabs(d, chip, width);
+  EXPECT_LE(launch.threads(), 512) << describe(p);
+  EXPECT_GE(launch.threads(), 64) << describe(p);
+  EXPECT_EQ(launch.threads() % kLanes, 0) << describe(p);
+  EXPECT_EQ(launch.cluster, chip.cluster) << describe(p);
+  EXPECT_EQ(launch.shared_bytes, slab_memory(slabs, backward).bytes) << describe(p);
+  ASSERT_EQ(slabs.groups * d.D, slabs.channels) << describe(p);
+  ASSERT_EQ(p.channels % slabs.channels, 0) << describe(p);
+  if (slabs.channels < p.channels) {
+    EXPECT_EQ(slabs.channels * size_of(p.x) % 32, 0u) << describe(p);
+    EXPECT_EQ(slabs.channels * size_of(p.y) % 32, 0u) << describe(p);
+  }
+  const std::int64_t leaves = divide_up(p.positions, kMicroBatchRows), vectors = p.channels / width;
+  ASSERT_EQ(vectors * width, p.channels) << describe(p);
+  std::vector<int> rows(static_cast<std::size_t>(p.samples * leaves * vectors));
+  for (std::int64_t b = 0; b < launch.blocks; ++b)
+    for (int t = 0; t < launch.threads(); ++t) {
+      const SlabLeaf at = slab_leaf(d, slabs, static_cast<unsigned>(b), static_cast<unsigned>(t));
+      EXPECT_EQ(at.rank, b % chip.cluster);
+      if (at.rows == 0) continue;
+      ASSERT_LT(at.leaf, slabs.leaves) << describe(p);
+      ASSERT_EQ(at.position / kMicroBatchRows % kUnitLeaves, at.leaf % kUnitLeaves) << describe(p);
+      const std::int64_t vector = at.channel / width + at.column;
+      rows.at(static_cast<std::size_t>((at.n * leaves + at.position / kMicroBatchRows) * vectors + vector)) +=
+          at.rows;
+    }
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const std::int64_t leaf = static_cast<std::int64_t>(i) / vectors % leaves;
+    ASSERT_EQ(rows[i], std::min<std::int64_t>(kMicroBatchRows, p.positions - leaf * kMicroBatchRows))
+        << describe(p);
+  }
+}
+
 // channels_last: the slabs of a place cover its channels once, and no channel unit is cut.
 void expect_slabs_cover(const Problem& p, const Columns& columns, const Launch& launch, bool whole_units) {
   const Dimensions d = dimensions_of(p);
@@ -189,6 +229,8 @@ TEST(CudaPlan, CoversEveryUnitOnce) {
       if (p.layout == Layout::channels_last) {
         expect_slabs_cover(p, plan.columns, plan.statistics, true);
         expect_slabs_cover(p, plan.sum_columns, plan.sums, false);
+        const int width = 16 / static_cast<int>(size_of(p.x));
+        expect_slabs_on_chip_cover(p, plan.forward_on_chip, plan.group, width, false);
       } else if (p.elements() < 20000000) {
         expect_contiguous_units_cover(p, plan);
         expect_on_chip_covers(p, plan);
@@ -197,6 +239,27 @@ TEST(CudaPlan, CoversEveryUnitOnce) {
       expect_sweep_covers(p, plan.gradient, plan.input);
       if (HasFailure()) return;
     }
+}
+
+TEST(CudaPlan, KeepsSmallChannelsLastCasesOnChip) {
+  std::map<std::string, std::string> slabs;  // channels of a slab and blocks of a cluster
+  for (const Case& c : named_cases()) {
+    Problem p = c.problem;
+    p.x = p.y = DType::bfloat16;
+    const Plan plan = choose_plan(p, kDevices[1]);
+    const OnChip& chip = plan.forward_on_chip;
+    if (p.layout != Layout::channels_last || chip.cluster == 0) continue;
+    slabs[c.name] = std::to_string(8 * chip.columns) + " x " + std::to_string(chip.cluster);
+    const std::vector<Plan> plans = legal_plans(p, kDevices[1]);
+    EXPECT_TRUE(std::any_of(plans.begin(), plans.end(), [](const Plan& other) {
+      return other.forward_on_chip.cluster == 0;
+    })) << c.name;
+  }
+  const std::map<std::string, std::string> expected = {
+      {"sdxl-640x64", "80 x 16"}, {"sdxl-1280x32", "80 x 8"}, {"sdxl-1920x32", "240 x 8"},
+      {"sd15-320x64", "80 x 16"}, {"sd15-640x32", "80 x 8"},  {"sd15-1280x16", "80 x 2"}};
+  for (const auto& [name, slab] : expected) EXPECT_EQ(slabs[name], slab) << name;
+  EXPECT_EQ(slabs.count("unet3d-64"), 0u);
 }
 
 TEST(CudaPlan, OffersAlternativesToTest) {
