@@ -214,7 +214,10 @@ void backward(const Plan& plan, const Problem& problem, const BackwardArguments&
   const bool parameters = call.dweight != nullptr || call.dbias != nullptr;
   if (plan.backward_on_chip.cluster > 0 && a.dx != nullptr && vectors_are_aligned({a.x, a.dy, a.dx})) {
     check(dispatch(problem.activation,
-                   [&](auto a) { return backward_on_chip_of<a()>(call, p.plan, p.first); }),
+                   [&](auto a) {
+                     return contiguous ? backward_on_chip_of<a()>(call, p.plan, p.first)
+                                       : backward_slabs_of<a()>(call, p.plan, p.first);
+                   }),
           "the backward kernel");
     if (problem.samples > 1) check(launch_parameters(call, p.next), "the kernel of the parameters");
     return;

@@ -83,6 +83,8 @@ cudaError_t launch_forward_on_chip(const ForwardCall&, const Plan&, const Queue&
 cudaError_t launch_forward_slabs(const ForwardCall&, const Plan&, const Queue&);    // channels_last
 template <Activation>
 cudaError_t backward_on_chip_of(const BackwardCall&, const Plan&, const Queue&);
+template <Activation>
+cudaError_t backward_slabs_of(const BackwardCall&, const Plan&, const Queue&);
 cudaError_t launch_parameters(const BackwardCall&, const Queue&);
 
 // Rows, group means and parameter gradients, of the units' sums.

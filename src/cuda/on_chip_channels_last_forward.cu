@@ -15,9 +15,10 @@ __device__ __forceinline__ void leaf_sums(const ForwardCall& call, const Slabs& 
                                           const SlabMemory& memory, Packed<T, W> (&raw)[kMicroBatchRows],
                                           std::uint32_t nothing) {
   const SlabLeaf at = own_leaf(call.d, slabs);
-  PivotSums* const out = in_shared<PivotSums>(memory.leaves) + at.leaf * slabs.channels + at.column;
+  double2* const out = in_shared<double2>(memory.leaves) + at.leaf * slabs.channels + at.column;
   const float* const pivots =
       in_shared<float>(memory.pivots) + at.leaf / kUnitLeaves * slabs.channels + at.column;
+  const auto put = [&](int j, const PivotSums& sums) { out[j * slabs.columns] = {sums.sum, sums.squares}; };
   unsigned again = at.rows == 0 ? 0 : (1u << W) - 1;
   if (at.rows == kMicroBatchRows) {
     unsigned zero = again = 0;
@@ -25,7 +26,7 @@ __device__ __forceinline__ void leaf_sums(const ForwardCall& call, const Slabs& 
     for (int j = 0; j < W; ++j) {
       const Deviations s =
           deviations<true>([&](int v) { return raw[v][j]; }, [](int) { return true; }, kMicroBatchRows);
-      out[j * slabs.columns] = add_micro_batch({}, kMicroBatchRows, pivots[j * slabs.columns], s.m, s.d, s.q);
+      put(j, add_micro_batch({}, kMicroBatchRows, pivots[j * slabs.columns], s.m, s.d, s.q));
       again |= is_reliable(s.q) ? 0 : 1u << j;
       zero |= s.q == 0 ? 1u << j : 0;
       if (j + 1 < W) unpack_after(raw, (j + 1) / 2, s.q, nothing);
@@ -57,12 +58,12 @@ __device__ __forceinline__ void leaf_sums(const ForwardCall& call, const Slabs& 
     }
     const double pivot = pivots[j * slabs.columns];
     if (exact) {
-      out[j * slabs.columns] = add_micro_batch({}, at.rows, pivot, s.m, s.d, s.q);
+      put(j, add_micro_batch({}, at.rows, pivot, s.m, s.d, s.q));
     } else {
       const Node node =
           micro_batch_in_double<kMicroBatchRows, 1>([&](int v, int) { return to_fp32(x[v * call.d.C + j]); },
                                                     [&](int v, int) { return there(v); }, at.rows);
-      out[j * slabs.columns] = add_micro_batch({}, at.rows, pivot, node.mean, 0.0, node.m2);
+      put(j, add_micro_batch({}, at.rows, pivot, node.mean, 0.0, node.m2));
     }
   }
 }
@@ -74,10 +75,13 @@ __device__ __forceinline__ void merge_leaves(const Dimensions& d, const Slabs& s
     const int unit = static_cast<int>(slabs.by_channels.quotient(static_cast<unsigned>(i)));
     const int length = unit_length(d, position, unit), place = i - unit * slabs.channels;
     if (length == 0) return;
-    const PivotSums* const leaves =
-        in_shared<PivotSums>(memory.leaves) + unit * kUnitLeaves * slabs.channels + place;
-    const PivotSums sums = merge_items<kUnitLeaves>((length + kMicroBatchRows - 1) / kMicroBatchRows,
-                                                    [&](int leaf) { return leaves[leaf * slabs.channels]; });
+    const double2* const leaves =
+        in_shared<double2>(memory.leaves) + unit * kUnitLeaves * slabs.channels + place;
+    const PivotSums sums =
+        merge_items<kUnitLeaves>((length + kMicroBatchRows - 1) / kMicroBatchRows, [&](int leaf) {
+          const double2 s = leaves[leaf * slabs.channels];
+          return PivotSums{s.x, s.y};
+        });
     in_shared<Node>(memory.roots)[unit * slabs.channels + channel_of(slabs, place, width)] =
         without_count(moments_of(sums, length, 1.0 / length, in_shared<float>(memory.pivots)[i]));
   });

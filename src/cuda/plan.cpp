@@ -242,6 +242,9 @@ void choose_on_chip(Plan& plan, const Problem& p, const Tree& tree, const Device
   if (p.layout == Layout::channels_last) {
     plan.forward_on_chip = choose_slabs(p, tree, vector_width(p), device, choice);
     plan.group = launch_of_slabs(p, plan.forward_on_chip, vector_width(p), false);
+    const int width = std::min(vector_width(p), 16 / static_cast<int>(size_of(p.y)));
+    plan.backward_on_chip = choose_slabs(p, tree, width, device, choice);
+    plan.group_gradient = launch_of_slabs(p, plan.backward_on_chip, width, true);
     return;
   }
   if (!may_stay_on_chip(p, tree)) return;

@@ -126,6 +126,7 @@ TEST_F(CudaBits, OfSlabsOnChipAreTheCpus) {
       const Kind kind = kinds[seed % 5];
       const Inputs in(p, make_data(p, kind, ++seed));
       const Forward expected = run_forward(p, in);
+      const Backward gradients = run_backward(p, in, expected.statistics);
       const DeviceInputs inputs(in);
       for (const cuda::Plan& plan : cuda::legal_plans(p, cuda::current_device())) {
         if (plan.forward_on_chip.cluster == 0) continue;
@@ -135,6 +136,10 @@ TEST_F(CudaBits, OfSlabsOnChipAreTheCpus) {
         cuda::forward(plan, p, f.arguments, nullptr);
         expect_same(name.str(), p, f.read(p), expected);
         ++on_chip;
+        if (plan.backward_on_chip.cluster == 0 || kind == Kind::huge) continue;  // NaN, as above
+        const DeviceBackward b(p, inputs, expected.statistics);
+        cuda::backward(plan, p, b.arguments, nullptr);
+        expect_same(name.str(), b.read(p), gradients);
       }
       if (HasFailure()) return;
     }

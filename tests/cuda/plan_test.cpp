@@ -231,6 +231,8 @@ TEST(CudaPlan, CoversEveryUnitOnce) {
         expect_slabs_cover(p, plan.sum_columns, plan.sums, false);
         const int width = 16 / static_cast<int>(size_of(p.x));
         expect_slabs_on_chip_cover(p, plan.forward_on_chip, plan.group, width, false);
+        const int gradient_width = std::min(width, 16 / static_cast<int>(size_of(p.y)));
+        expect_slabs_on_chip_cover(p, plan.backward_on_chip, plan.group_gradient, gradient_width, true);
       } else if (p.elements() < 20000000) {
         expect_contiguous_units_cover(p, plan);
         expect_on_chip_covers(p, plan);
@@ -252,7 +254,7 @@ TEST(CudaPlan, KeepsSmallChannelsLastCasesOnChip) {
     slabs[c.name] = std::to_string(8 * chip.columns) + " x " + std::to_string(chip.cluster);
     const std::vector<Plan> plans = legal_plans(p, kDevices[1]);
     EXPECT_TRUE(std::any_of(plans.begin(), plans.end(), [](const Plan& other) {
-      return other.forward_on_chip.cluster == 0;
+      return other.forward_on_chip.cluster + other.backward_on_chip.cluster == 0;
     })) << c.name;
   }
   const std::map<std::string, std::string> expected = {
