@@ -151,7 +151,7 @@ void expect_on_chip_covers(const Problem& p, const Plan& plan) {
 }
 
 // On chip: the threads of all blocks cover each leaf of each vector of channels once, slabs are whole groups,
-// and their rows of the narrower tensor whole sectors of 32 bytes, except where a slab is all channels.
+// and their rows 128 bytes or more of whole sectors of 32, except where a slab is all channels.
 void expect_slabs_on_chip_cover(const Problem& p, const OnChip& chip, const Launch& launch, int width,
                                 bool backward) {
   if (chip.cluster == 0) return;
@@ -165,8 +165,11 @@ void expect_slabs_on_chip_cover(const Problem& p, const OnChip& chip, const Laun
   ASSERT_EQ(slabs.groups * d.D, slabs.channels) << describe(p);
   ASSERT_EQ(p.channels % slabs.channels, 0) << describe(p);
   if (slabs.channels < p.channels) {
-    EXPECT_EQ(slabs.channels * size_of(p.x) % 32, 0u) << describe(p);
-    EXPECT_EQ(slabs.channels * size_of(p.y) % 32, 0u) << describe(p);
+    for (const DType dtype : {p.x, p.y}) {
+      const std::size_t bytes = static_cast<std::size_t>(slabs.channels) * size_of(dtype);
+      EXPECT_EQ(bytes % 32, 0u) << describe(p);
+      EXPECT_GE(bytes, 128u) << describe(p);
+    }
   }
   const std::int64_t leaves = divide_up(p.positions, kMicroBatchRows), vectors = p.channels / width;
   ASSERT_EQ(vectors * width, p.channels) << describe(p);
