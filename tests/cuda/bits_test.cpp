@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <sstream>
 
 #include "cuda/run_cuda.h"
@@ -144,6 +145,30 @@ TEST_F(CudaBits, OfSlabsOnChipAreTheCpus) {
       if (HasFailure()) return;
     }
   EXPECT_GE(on_chip, 30);
+}
+
+// What is absent from a tree is not added: a sum of -0 stays -0. Leaves, units, blocks and channels that are
+// not there, all of them padded on chip.
+TEST_F(CudaBits, OfNegativeZerosOnChipAreTheCpus) {
+  for (const std::int64_t positions : {72, 328, 2200}) {
+    Problem p = make_problem(1, 80, 2, positions, Layout::channels_last, DType::bfloat16);
+    p.weight.shape = p.bias.shape = ParameterShape::per_sample;
+    Data data = make_data(p, Kind::normal, 800);
+    std::fill(data.dy.begin(), data.dy.end(), -0.0);
+    std::fill(data.weight.begin(), data.weight.end(), 1.0);
+    const Inputs in(p, data);
+    const Forward forward = run_forward(p, in);
+    const Backward expected = run_backward(p, in, forward.statistics);
+    ASSERT_TRUE(std::signbit(load(expected.dbias)[0])) << describe(p);
+    const DeviceInputs inputs(in);
+    for (const cuda::Plan& plan : cuda::legal_plans(p, cuda::current_device())) {
+      std::ostringstream name;
+      name << describe(p) << ", " << plan;
+      const DeviceBackward b(p, inputs, forward.statistics);
+      cuda::backward(plan, p, b.arguments, nullptr);
+      expect_same(name.str(), b.read(p), expected);
+    }
+  }
 }
 
 TEST_F(CudaBits, DoNotDependOnTheAlignment) {
