@@ -150,8 +150,9 @@ TEST_F(CudaBits, OfSlabsOnChipAreTheCpus) {
 // What is absent from a tree is not added: a sum of -0 stays -0. Leaves, units, blocks and channels that are
 // not there, all of them padded on chip.
 TEST_F(CudaBits, OfNegativeZerosOnChipAreTheCpus) {
-  for (const std::int64_t positions : {72, 328, 2200}) {
-    Problem p = make_problem(1, 80, 2, positions, Layout::channels_last, DType::bfloat16);
+  const std::int64_t sizes[][2] = {{2, 72}, {2, 328}, {1, 2200}};
+  for (const auto& [groups, positions] : sizes) {
+    Problem p = make_problem(1, 80, groups, positions, Layout::channels_last, DType::bfloat16);
     p.weight.shape = p.bias.shape = ParameterShape::per_sample;
     Data data = make_data(p, Kind::normal, 800);
     std::fill(data.dy.begin(), data.dy.end(), -0.0);
