@@ -45,7 +45,7 @@ class Page:
             root / "docs" / "performance" / "performance.html": html.page(
                 held, figures, self.styles, of_steps
             ),
-            root / "README.md": with_table(readme, markdown.readme_table(held)),
+            root / "README.md": with_table(readme, markdown.readme_table(held, of_steps)),
         }
         drawn = [*figures, *(scale.bars for step in of_steps for scale in step.scales if scale.bars)]
         self.pictures = {root / "docs" / "performance" / f"{figure.name}.png": figure for figure in drawn}

@@ -289,9 +289,23 @@ def best_peer(rows: list[Row]) -> tuple[str, str]:
     return floor, f"**{text}**" if ratio < 1 else text
 
 
-def readme_table(results: Results) -> str:
-    """README's table and the sentences under it, of each device."""
-    parts = []
+def step_sentences(steps: list[Step]) -> list[str]:
+    """What a training step gains, of the first scale of the newest file of each device."""
+    told = []
+    for step in {step.title: step for step in reversed(steps)}.values():
+        arms = {arm: cells for arm, *cells in step.scales[0].arms} if step.scales else {}
+        if {"stock", OURS} <= arms.keys():
+            (stock, _, stock_peak, _), (ours, _, ours_peak, _) = arms["stock"], arms[OURS]
+            told.append(
+                f"**A training step**, {step.scales[0].title}, bf16: stock GroupNorm {stock} ms and "
+                f"{stock_peak} GiB, ours {ours} ms and {ours_peak} GiB ([all arms](docs/performance.md))."
+            )
+    return told
+
+
+def readme_table(results: Results, steps: list[Step]) -> str:
+    """README's sentences and table, of each device."""
+    parts = step_sentences(steps)
     for of_table in results.tables:
         _, dtype, chosen = of_table
         if (dtype, chosen) != (README_DTYPE, README_SET):

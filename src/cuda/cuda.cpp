@@ -151,7 +151,9 @@ void forward(const Plan& plan, const Problem& problem, const ForwardArguments& a
   call.y = a.y;
   call.statistics = call.statistics_out = a.statistics;
   if (plan.forward_on_chip.cluster > 0 && vectors_are_aligned({a.x, a.y})) {
-    check(launch_forward_on_chip(call, plan, p.first), "the forward kernel");
+    check(problem.layout == Layout::contiguous ? launch_forward_on_chip(call, plan, p.first)
+                                               : launch_forward_slabs(call, plan, p.first),
+          "the forward kernel");
     return;
   }
   call.roots = at<Node>(a.workspace, w.roots);
@@ -211,9 +213,12 @@ void backward(const Plan& plan, const Problem& problem, const BackwardArguments&
   call.means = at<float2>(a.workspace, w.means);
   const bool parameters = call.dweight != nullptr || call.dbias != nullptr;
   if (plan.backward_on_chip.cluster > 0 && a.dx != nullptr && vectors_are_aligned({a.x, a.dy, a.dx})) {
-    check(
-        dispatch(problem.activation, [&](auto a) { return backward_on_chip_of<a()>(call, p.plan, p.first); }),
-        "the backward kernel");
+    check(dispatch(problem.activation,
+                   [&](auto a) {
+                     return contiguous ? backward_on_chip_of<a()>(call, p.plan, p.first)
+                                       : backward_slabs_of<a()>(call, p.plan, p.first);
+                   }),
+          "the backward kernel");
     if (problem.samples > 1) check(launch_parameters(call, p.next), "the kernel of the parameters");
     return;
   }

@@ -89,22 +89,19 @@ int largest_cluster(void (*kernel)(Parameters...), int threads, int shared_bytes
 }
 
 // ---- clusters of blocks ----
-// One message from each block of a cluster to all of them, itself included. At the same place of the dynamic
-// shared memory of every block. A message is written straight into the other block, and counted there: a
-// block that has got all of them may end, since nobody writes to it any more and what it wrote to others is
-// theirs to wait for.
-struct alignas(16) Mailbox {
-  double slots[kMaxCluster][4];  // three words each
-  std::uint64_t arrived;
-};
+// Messages between the blocks of a cluster, written straight into the other block's dynamic shared memory,
+// and counted there by their bytes. Slots and counter are at the same place in every block. A block that has
+// got all of its messages may end, since nobody writes to it any more and what it wrote to others is theirs
+// to wait for.
 
-// By all threads of every block, before anything of its shared memory is used.
-__device__ __forceinline__ void open_mailbox(Mailbox& box, int blocks) {
+// By all threads of every block, before anything of its slots is used: `bytes` will come to each, at most
+// 2^20 - 1.
+__device__ __forceinline__ void open_mailbox(std::uint64_t& arrived, int bytes) {
 #if __CUDA_ARCH__ >= 900
   if (threadIdx.x == 0) {
-    const std::uint32_t arrived = static_cast<std::uint32_t>(__cvta_generic_to_shared(&box.arrived));
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(arrived) : "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(arrived), "r"(24 * blocks)
+    const std::uint32_t count = static_cast<std::uint32_t>(__cvta_generic_to_shared(&arrived));
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(count) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(count), "r"(bytes)
                  : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -117,6 +114,49 @@ __device__ __forceinline__ void await_mailboxes() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait;" ::: "memory");
 #endif
+}
+
+// Two words to the slot of block `to`, by one thread.
+__device__ __forceinline__ void send_pair(std::uint64_t& arrived, double* slot, int to, double a, double b) {
+#if __CUDA_ARCH__ >= 900
+  std::uint32_t there = static_cast<std::uint32_t>(__cvta_generic_to_shared(slot));
+  std::uint32_t count = static_cast<std::uint32_t>(__cvta_generic_to_shared(&arrived));
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(there) : "r"(to));
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(count) : "r"(to));
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b64 [%0], {%1, %2}, [%3];" ::"r"(there),
+      "l"(__double_as_longlong(a)), "l"(__double_as_longlong(b)), "r"(count)
+      : "memory");
+#endif
+}
+
+// Until all of the bytes are there.
+__device__ __forceinline__ void await_messages(std::uint64_t& arrived, [[maybe_unused]] int bytes) {
+#if __CUDA_ARCH__ >= 900
+  const std::uint32_t count = static_cast<std::uint32_t>(__cvta_generic_to_shared(&arrived));
+  std::uint32_t there = 0;
+  while (!there)
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; selp.u32 %0, "
+        "1, 0, p; }"
+        : "=r"(there)
+        : "r"(count)
+        : "memory");
+#endif
+}
+
+// One message of three words from each block of a cluster to all of them, itself included.
+struct alignas(16) Mailbox {
+  double slots[kMaxCluster][4];  // three words each
+  std::uint64_t arrived;
+};
+
+__device__ __forceinline__ void open_mailbox(Mailbox& box, int blocks) {
+  open_mailbox(box.arrived, 24 * blocks);
+}
+
+__device__ __forceinline__ void await_messages(Mailbox& box, int blocks) {
+  await_messages(box.arrived, 24 * blocks);
 }
 
 // From block `from` to block `to`, by one thread.
@@ -133,21 +173,6 @@ __device__ __forceinline__ void send_message(Mailbox& box, int from, int to, dou
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(slot + 16),
                "l"(__double_as_longlong(c)), "r"(arrived)
                : "memory");
-#endif
-}
-
-// Until the messages of all blocks are in the slots of this one.
-__device__ __forceinline__ void await_messages(Mailbox& box, [[maybe_unused]] int blocks) {
-#if __CUDA_ARCH__ >= 900
-  const std::uint32_t arrived = static_cast<std::uint32_t>(__cvta_generic_to_shared(&box.arrived));
-  std::uint32_t there = 0;
-  while (!there)
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; selp.u32 %0, "
-        "1, 0, p; }"
-        : "=r"(there)
-        : "r"(arrived)
-        : "memory");
 #endif
 }
 

@@ -79,9 +79,12 @@ cudaError_t launch_apply_channels_last(const ForwardCall&, const Plan&, const Qu
 // One launch for groups that stay on chip. Of [C] parameters backward writes the gradients of one sample; of
 // more it makes the rows, which launch_parameters sums.
 int largest_cluster_on_chip();  // of the current device
-cudaError_t launch_forward_on_chip(const ForwardCall&, const Plan&, const Queue&);
+cudaError_t launch_forward_on_chip(const ForwardCall&, const Plan&, const Queue&);  // contiguous
+cudaError_t launch_forward_slabs(const ForwardCall&, const Plan&, const Queue&);    // channels_last
 template <Activation>
 cudaError_t backward_on_chip_of(const BackwardCall&, const Plan&, const Queue&);
+template <Activation>
+cudaError_t backward_slabs_of(const BackwardCall&, const Plan&, const Queue&);
 cudaError_t launch_parameters(const BackwardCall&, const Queue&);
 
 // Rows, group means and parameter gradients, of the units' sums.

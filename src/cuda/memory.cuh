@@ -82,20 +82,24 @@ __device__ __forceinline__ void unpack_after(Packed<T, W>& raw, float value, std
   }
 }
 
+// The same of columns 2 i and 2 i + 1 alone.
+template <class T, int W, int kCount>
+__device__ __forceinline__ void unpack_after(Packed<T, W> (&raw)[kCount], int i, float value,
+                                             std::uint32_t nothing) {
+  if constexpr (!kIsFloat<T>) {
+#pragma unroll
+    for (int v = 0; v < kCount; ++v) wait_for(raw[v].words[i], value, nothing);
+  }
+}
+
 // The same within sums of micro-batches, column by column: after the sum of column j.
 template <class T, int W, int kCount>
 __device__ __forceinline__ void unpack_next(Packed<T, W> (&raw)[kCount], int j, float sum,
                                             std::uint32_t nothing) {
-  if constexpr (!kIsFloat<T>) {
-    if (j % 2 == 0) return;
+  if (j % 2 == 0) return;
+  if (j + 1 < W) return unpack_after(raw, j / 2 + 1, sum, nothing);
 #pragma unroll
-    for (int v = 0; v < kCount; ++v) {
-      if (j + 1 < W)
-        wait_for(raw[v].words[j / 2 + 1], sum, nothing);
-      else
-        unpack_after(raw[v], sum, nothing);
-    }
-  }
+  for (int v = 0; v < kCount; ++v) unpack_after(raw[v], sum, nothing);
 }
 
 template <class T, int W>

@@ -178,7 +178,7 @@ OnChip make_on_chip(std::int64_t items, std::int64_t there, int warps, int units
   warps = static_cast<int>(std::min<std::int64_t>(warps, power_of_two_from(divide_up(items, units))));
   const std::int64_t cluster = divide_up(items, warps * units);
   if (cluster > device.largest_cluster || 4 * there < 3 * cluster * warps * units) return {};
-  return {static_cast<int>(cluster), warps, units};
+  return {static_cast<int>(cluster), warps, 0, units};
 }
 
 // Small blocks share an SM, and wait for less; a cluster has at most 16. us of H200, 2026-11-30, without an
@@ -215,8 +215,63 @@ bool may_stay_on_chip(const Problem& p, const Tree& tree) {
          unit <= kLeafBlock && p.samples * p.groups * kMaxCluster <= kGridLimit;
 }
 
+// Channels of a slab: as few whole groups as are whole vectors and sectors of 32 bytes, 128 bytes a row and
+// two warps. Where sectors end inside a slab memory loses half (80 bytes; H200, 2026-11-30). 0: there are
+// none.
+std::int64_t slab_on_chip(const Problem& p, const Tree& tree, int width) {
+  const std::int64_t leaves =
+      std::min<std::int64_t>(kUnitLeaves, divide_up(p.positions, tree.leaf_positions));
+  const auto narrow = static_cast<std::int64_t>(std::min(size_of(p.x), size_of(p.y)));
+  for (std::int64_t groups = 1; groups <= p.groups; ++groups) {
+    const std::int64_t slab = groups * tree.channels, bytes = slab * narrow;
+    const bool all = groups == p.groups;
+    if (p.groups % groups == 0 && slab % width == 0 && (all || (bytes % 32 == 0 && bytes >= 128)) &&
+        leaves * (slab / width) >= 2 * kLanes)
+      return slab;
+  }
+  return 0;
+}
+
+// channels_last: as few units a block as one cluster allows.
+OnChip choose_slabs(const Problem& p, const Tree& tree, int width, const DeviceInfo& device,
+                    const Choice& choice) {
+  // A thread keeps one micro-batch, which is a leaf of up to 8192 positions.
+  if (choice.on_chip_warps == 0 || tree.leaf_positions != kMicroBatchRows || tree.channel_units != 1 ||
+      p.samples * p.channels * kMaxCluster > kGridLimit)
+    return {};
+  const std::int64_t slab = slab_on_chip(p, tree, width);
+  if (slab == 0 || slab / width > kMaxOnChipWarps * kLanes) return {};
+  const int wanted = choice.on_chip_warps < 0 ? 4 : choice.on_chip_warps;
+  OnChip chip{0, 0, static_cast<int>(slab / width), 1};
+  const Dimensions d = dimensions_of(p);
+  const auto warps = [&] { return divide_up(make_slabs(d, chip, width).leaves * chip.columns, kLanes); };
+  const auto cluster = [&] { return divide_up(tree.spatial_units, chip.units); };
+  while (chip.units < kMaxOnChipUnits && cluster() > 1 &&
+         (cluster() > device.largest_cluster || warps() < wanted))
+    chip.units *= 2;
+  if (cluster() > device.largest_cluster || warps() > kMaxOnChipWarps) return {};
+  chip.cluster = static_cast<int>(cluster());
+  chip.warps = static_cast<int>(warps());
+  return chip;
+}
+
+Launch launch_of_slabs(const Problem& p, const OnChip& chip, int width, bool backward) {
+  if (chip.cluster == 0) return {};
+  const Slabs slabs = make_slabs(dimensions_of(p), chip, width);
+  return {p.samples * (p.channels / slabs.channels) * chip.cluster, chip.warps * kLanes, 1,
+          slab_memory(slabs, backward).bytes, chip.cluster};
+}
+
 void choose_on_chip(Plan& plan, const Problem& p, const Tree& tree, const DeviceInfo& device,
                     const Choice& choice) {
+  if (p.layout == Layout::channels_last) {
+    plan.forward_on_chip = choose_slabs(p, tree, vector_width(p), device, choice);
+    plan.group = launch_of_slabs(p, plan.forward_on_chip, vector_width(p), false);
+    const int width = std::min(vector_width(p), 16 / static_cast<int>(size_of(p.y)));
+    plan.backward_on_chip = choose_slabs(p, tree, width, device, choice);
+    plan.group_gradient = launch_of_slabs(p, plan.backward_on_chip, width, true);
+    return;
+  }
   if (!may_stay_on_chip(p, tree)) return;
   const std::int64_t groups = p.samples * p.groups, D = tree.channels;
   const auto launch_of = [&](const OnChip& chip) {
@@ -355,9 +410,11 @@ std::ostream& operator<<(std::ostream& out, const Plan& p) {
     out << "contiguous: " << p.runs.warps << " warps, " << p.runs.leaves_per_unit << " leaves a unit, "
         << p.runs.full_leaves << " full leaves a warp";
   for (const auto& [name, chip] : {std::pair{"forward", p.forward_on_chip}, {"backward", p.backward_on_chip}})
-    if (chip.cluster > 0)
-      out << ", " << name << " on chip by " << chip.cluster << " blocks of " << chip.warps << " warps, "
-          << chip.units << " units each";
+    if (chip.cluster > 0) {
+      out << ", " << name << " on chip by " << chip.cluster << " blocks of " << chip.warps << " warps, ";
+      if (chip.columns > 0) out << chip.columns << " columns of ";
+      out << chip.units << " units";
+    }
   return out << (p.overlap ? ", overlapped" : "") << "\n  statistics " << p.statistics << "\n  write "
              << p.write << "\n  sums " << p.sums << "\n  rows " << p.rows << "\n  input " << p.input << "\n";
 }

@@ -76,11 +76,14 @@ struct Sweep {
 };
 
 // A group stays in the registers of the blocks of a cluster, or of one block: x, and dy, are read once. A
-// block keeps an aligned part of the group's tree.
+// block keeps an aligned part of the group's tree. contiguous: each warp one unit or two. channels_last: a
+// cluster has a slab of whole groups of one sample, and a thread one leaf of a vector of its channels.
 struct OnChip {
-  int cluster = 0;  // blocks of a group; 0: no group stays
-  int warps = 0;    // of a block, a power of two
-  int units = 1;    // of a warp; 2 only in 16-bit forward where units are whole
+  int cluster = 0;  // blocks of a group or slab; 0: no group stays
+  int warps = 0;    // of a block; contiguous: a power of two
+  int columns = 0;  // channels_last: vectors of a slab
+  int units = 1;    // contiguous: of a warp, 2 only in 16-bit forward where units are whole; channels_last: of
+                    // a block, a power of two up to kMaxOnChipUnits
 
   bool operator==(const OnChip&) const = default;
 };
@@ -129,7 +132,7 @@ bool has_whole_units(const Tree&);
 constexpr int kPortableCluster = 8;  // blocks of a cluster on every device that has them
 constexpr int kMaxCluster = 16;
 constexpr int kMaxOnChipWarps = 16;
-constexpr int kMaxOnChipUnits = 2;
+constexpr int kMaxOnChipUnits = 4;
 constexpr int kFoldItems = 1024;  // nodes that a block merges
 constexpr int kFoldThreads = 256;
 constexpr int kLeafWarps = 4;        // contiguous: at most, of a block that reduces

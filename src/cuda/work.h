@@ -3,6 +3,7 @@
 // counts that every part is covered once.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "core/numeric.h"
@@ -153,6 +154,100 @@ STEADYNORM_HD SlabUnit slab_unit(const Dimensions& d, const Columns& columns, st
     r.channel_begin = group.quotient * d.D + d.tree.channel_begin(group.remainder);
     r.channel_end = group.quotient * d.D + d.tree.channel_end(group.remainder);
   }
+  return r;
+}
+
+// channels_last, on chip: how slabs of whole groups lie in samples, and threads in a block. Leaf r of a block
+// is the work of `columns` threads in a row.
+struct Slabs {
+  int channels, groups;  // of a slab
+  int columns, leaves;   // leaves: of a block, the last absent where the volume ends before
+  int units, unit_shift;
+  int channel_shift;  // a group's channels are padded to 2^channel_shift with absent ones
+  int cluster;
+  Divisor by_cluster, by_slabs, by_columns, by_channels, by_D;
+};
+
+inline Slabs make_slabs(const Dimensions& d, const OnChip& chip, int width) {
+  const auto shift = [](std::int64_t n) {
+    return std::countr_zero(static_cast<unsigned>(power_of_two_from(n)));
+  };
+  Slabs r{};
+  r.columns = chip.columns;
+  r.channels = chip.columns * width;
+  r.groups = static_cast<int>(r.channels / d.D);
+  r.units = chip.units;
+  r.unit_shift = shift(chip.units);
+  r.channel_shift = shift(d.D);
+  r.cluster = chip.cluster;
+  const std::int64_t leaves = divide_up(d.S, d.tree.leaf_positions);
+  r.leaves = static_cast<int>(chip.units == 1 && leaves < kUnitLeaves ? leaves : chip.units * kUnitLeaves);
+  r.by_cluster = Divisor(chip.cluster);
+  r.by_slabs = Divisor(d.C / r.channels);
+  r.by_columns = Divisor(chip.columns);
+  r.by_channels = Divisor(r.channels);
+  r.by_D = Divisor(d.D);
+  return r;
+}
+
+struct SlabLeaf {
+  std::int64_t n, channel;  // the slab's first
+  int rank;                 // of the block in its cluster
+  int leaf, column;         // of the block; a leaf beyond all is of a thread that only fills a warp
+  std::int64_t position;    // of the leaf's first row
+  int rows;                 // 0: the leaf is absent
+};
+
+STEADYNORM_HD SlabLeaf slab_leaf(const Dimensions& d, const Slabs& slabs, unsigned block, unsigned thread) {
+  SlabLeaf r;
+  const std::uint32_t cluster = slabs.by_cluster.quotient(block), n = slabs.by_slabs.quotient(cluster);
+  r.rank = static_cast<int>(block) - static_cast<int>(cluster) * slabs.cluster;
+  r.n = n;
+  r.channel = (cluster - n * static_cast<std::uint32_t>(slabs.by_slabs.divisor)) *
+              static_cast<std::int64_t>(slabs.channels);
+  r.leaf = static_cast<int>(slabs.by_columns.quotient(thread));
+  r.column = static_cast<int>(thread) - r.leaf * slabs.columns;
+  r.position = (r.rank * slabs.units * kUnitLeaves + r.leaf) * kMicroBatchRows;
+  const std::int64_t rest = d.S - r.position;
+  r.rows = r.leaf >= slabs.leaves || rest <= 0 ? 0
+           : rest < kMicroBatchRows            ? static_cast<int>(rest)
+                                               : kMicroBatchRows;
+  return r;
+}
+
+// Where a block's shared memory holds what: offsets in bytes.
+struct SlabMemory {
+  int slots;         // two words: forward of each block and group, backward of each block and channel
+  int leaves;        // two sums of each leaf and channel
+  int roots;         // of each unit and channel: two words, backward two floats
+  int nodes;         // of the runs of 32 lanes that merge a group's items
+  int pivots;        // forward: of each unit and channel
+  int parameters;    // forward: weight and bias
+  int sums;          // backward: weighted, of each channel
+  int coefficients;  // of each channel
+  int groups;        // of each group: statistics or means
+  int bytes;
+};
+
+inline SlabMemory slab_memory(const Slabs& s, bool backward) {
+  SlabMemory r{};
+  int end = 16;  // the count of what has arrived
+  const auto take = [&](int items, int bytes) {
+    const int begin = end;
+    end += (items * bytes + 15) / 16 * 16;
+    return begin;
+  };
+  const int items = (backward ? 1 : s.units) << s.channel_shift, of_units = s.units * s.channels;
+  r.slots = take(s.cluster * (backward ? s.channels : s.groups), 16);
+  r.leaves = take(s.leaves * s.channels, backward ? 8 : 16);
+  r.roots = take(of_units, backward ? 8 : 16);
+  r.nodes = take(s.groups * (items > kLanes ? items / kLanes : 1), backward ? 16 : 24);
+  r.pivots = backward ? 0 : take(of_units, 4);
+  r.parameters = backward ? 0 : take(s.channels, 8);
+  r.sums = backward ? take(s.channels, 16) : 0;
+  r.coefficients = take(s.channels, backward ? 32 : 16);
+  r.groups = take(s.groups, backward ? 8 : 12);
+  r.bytes = end;
   return r;
 }
 

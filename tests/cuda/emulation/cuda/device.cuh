@@ -67,32 +67,42 @@ int largest_cluster(void (*)(Parameters...), int, int) {
   return kMaxCluster;
 }
 
+// What lies in the dynamic memory of this block, in that of another one of the cluster.
+template <class T>
+T& in_block(T& own, int block) {
+  const auto offset = reinterpret_cast<unsigned char*>(&own) - emulation::dynamic_memory;
+  return *reinterpret_cast<T*>(emulation::memory_of(block) + offset);
+}
+
+inline void open_mailbox(std::uint64_t& arrived, int) {
+  if (threadIdx.x == 0) arrived = 0;
+}
+
+inline void await_mailboxes() {}  // no thread of a cluster goes on before all have opened theirs
+
+inline void send_pair(std::uint64_t& arrived, double* slot, int to, double a, double b) {
+  (&in_block(*slot, to))[0] = a;
+  (&in_block(*slot, to))[1] = b;
+  in_block(arrived, to) += 2 * sizeof(double);
+}
+
+inline void await_messages(std::uint64_t& arrived, int bytes) {
+  emulation::wait_until([&arrived, bytes] { return arrived == static_cast<std::uint64_t>(bytes); });
+}
+
 struct alignas(16) Mailbox {
   double slots[kMaxCluster][4];
   std::uint64_t arrived;
 };
 
-inline Mailbox& mailbox_of(Mailbox& box, int block) {
-  const auto offset = reinterpret_cast<unsigned char*>(&box) - emulation::dynamic_memory;
-  return *reinterpret_cast<Mailbox*>(emulation::memory_of(block) + offset);
-}
+inline void open_mailbox(Mailbox& box, int blocks) { open_mailbox(box.arrived, 24 * blocks); }
 
-inline void open_mailbox(Mailbox& box, int) {
-  if (threadIdx.x == 0) box.arrived = 0;
-}
-
-inline void await_mailboxes() {}  // no thread of a cluster goes on before all have opened theirs
+inline void await_messages(Mailbox& box, int blocks) { await_messages(box.arrived, 24 * blocks); }
 
 inline void send_message(Mailbox& box, int from, int to, double a, double b, double c) {
-  Mailbox& other = mailbox_of(box, to);
-  other.slots[from][0] = a;
-  other.slots[from][1] = b;
-  other.slots[from][2] = c;
-  ++other.arrived;
-}
-
-inline void await_messages(Mailbox& box, int blocks) {
-  emulation::wait_until([&box, blocks] { return box.arrived == static_cast<std::uint64_t>(blocks); });
+  send_pair(box.arrived, box.slots[from], to, a, b);
+  in_block(box.slots[from][2], to) = c;
+  in_block(box.arrived, to) += sizeof(double);
 }
 
 template <class T>
