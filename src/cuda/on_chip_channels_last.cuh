@@ -45,12 +45,14 @@ __device__ __forceinline__ void load_leaf(Packed<T, W> (&raw)[kMicroBatchRows], 
 // f(i) for i < items, by the threads of the block.
 template <class F>
 __device__ __forceinline__ void for_block(int items, const F& f) {
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < items; i += static_cast<int>(blockDim.x)) f(i);
 }
 
 // f(i) for i < items and some beyond, by whole warps.
 template <class F>
 __device__ __forceinline__ void for_warps(int items, const F& f) {
+#pragma unroll 1
   for (int first = 0; first < items; first += static_cast<int>(blockDim.x))
     f(first + static_cast<int>(threadIdx.x));
 }
@@ -66,24 +68,20 @@ __device__ __forceinline__ int block_position(const Slabs& slabs, int rank) {
   return rank * slabs.units * (kUnitLeaves * kMicroBatchRows);
 }
 
-// The aligned binary tree over items first .. first + kCount - 1, of which those below `there` are there;
-// kAll promises it of all, and lets them be loaded together.
-template <int kCount, bool kAll, class Load>
-__device__ __forceinline__ auto merge_items(int first, int there, const Load& load) {
+// The aligned binary tree over items first .. first + kCount - 1, of which those below `there` are there.
+// Four that all are there are loaded together, as kAll promises; more of them would take too many registers.
+template <int kCount, bool kAll = false, class Load>
+__device__ __forceinline__ auto merge_items(int there, const Load& load, int first = 0) {
   if constexpr (kCount == 1) {
     return load(first);
   } else {
-    auto node = merge_items<kCount / 2, kAll>(first, there, load);
+    if constexpr (kCount == 4 && !kAll)
+      if (there >= first + kCount) return merge_items<kCount, true>(there, load, first);
+    auto node = merge_items<kCount / 2, kAll>(there, load, first);
     if (kAll || there > first + kCount / 2)
-      node = merge(node, merge_items<kCount / 2, kAll>(first + kCount / 2, there, load));
+      node = merge(node, merge_items<kCount / 2, kAll>(there, load, first + kCount / 2));
     return node;
   }
-}
-
-template <int kCount, class Load>
-__device__ __forceinline__ auto merge_items(int there, const Load& load) {
-  return there == kCount ? merge_items<kCount, true>(0, there, load)
-                         : merge_items<kCount, false>(0, there, load);
 }
 
 // A channel of the slab from its place.

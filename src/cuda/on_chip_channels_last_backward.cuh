@@ -182,12 +182,13 @@ __device__ __forceinline__ void write_gradient_leaf(const BackwardCall& call, co
         const Gradient g = backward_value<A>(raw_x[v][j + i], raw_dy[v][j + i], c);
         values[i] = input_gradient(c.weight, g.dz, g.normalized, own[i].means, c.statistics.rstd);
       }
-      before = values[0];
       if constexpr (kIsFloat<T>) {
         raw_x[v].words[j] = bits_of(values[0]);
         raw_x[v].words[j + 1] = bits_of(values[1]);
+        before = values[1];
       } else {
         raw_x[v].words[j / 2] = pack_pair<T>(values[0], values[1]);
+        before = float_of(raw_x[v].words[j / 2]);
       }
     }
   }

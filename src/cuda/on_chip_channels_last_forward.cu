@@ -187,11 +187,13 @@ __device__ __forceinline__ void write_leaf(const ForwardCall& call, const Slabs&
         values[j] = forward_value<A>(
             raw[v][part + j],
             Coefficients{{own[j].mean_hi, own[j].mean_lo, 0.0f}, 0.0f, own[j].scale, own[j].bias});
-      before = values[0];
       if constexpr (kInPlace) {
-        raw[v].words[part / 2] = pack_pair<Y>(values[0], values[1]);
-        raw[v].words[part / 2 + 1] = pack_pair<Y>(values[2], values[3]);
+        std::uint32_t* const words = raw[v].words + part / 2;
+        words[0] = pack_pair<Y>(values[0], values[1]);
+        words[1] = pack_pair<Y>(values[2], values[3]);
+        before = float_of(words[0] ^ words[1]);
       } else {
+        before = values[0];
         if (v < at.rows) store(y, values, true, kPart);
       }
     }

@@ -242,7 +242,7 @@ OnChip choose_slabs(const Problem& p, const Tree& tree, int width, const DeviceI
   const std::int64_t slab = slab_on_chip(p, tree, width);
   if (slab == 0 || slab / width > kMaxOnChipWarps * kLanes) return {};
   const int wanted = choice.on_chip_warps < 0 ? 4 : choice.on_chip_warps;
-  OnChip chip{0, 0, static_cast<int>(slab / width), 1};
+  OnChip chip{1, 0, static_cast<int>(slab / width), 1};
   const Dimensions d = dimensions_of(p);
   const auto warps = [&] { return divide_up(make_slabs(d, chip, width).leaves * chip.columns, kLanes); };
   const auto cluster = [&] { return divide_up(tree.spatial_units, chip.units); };
