@@ -78,7 +78,7 @@ cudaError_t launch_apply_channels_last(const ForwardCall&, const Plan&, const Qu
 
 // One launch for groups that stay on chip. Of [C] parameters backward writes the gradients of one sample; of
 // more it makes the rows, which launch_parameters sums.
-int largest_cluster_on_chip();  // of the current device
+int largest_cluster_on_chip();                                                      // of the current device
 cudaError_t launch_forward_on_chip(const ForwardCall&, const Plan&, const Queue&);  // contiguous
 cudaError_t launch_forward_slabs(const ForwardCall&, const Plan&, const Queue&);    // channels_last
 template <Activation>

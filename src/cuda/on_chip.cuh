@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A group that stays on chip: where a block and its warps stand in it, and the shared memory of a block.
+// A contiguous group that stays on chip: where a block and its warps stand in it.
 #pragma once
 
 #include <bit>
@@ -9,24 +9,6 @@
 namespace steadynorm::cuda {
 
 namespace {
-
-struct OnChipPlace {
-  std::int64_t group;
-  int rank;  // of the block in its cluster
-  int warp, lane, item;
-};
-
-__device__ __forceinline__ OnChipPlace on_chip_place(const OnChip& chip) {
-  const unsigned block = block_index(), cluster = static_cast<unsigned>(chip.cluster),
-                 group = block / cluster;
-  OnChipPlace r;
-  r.group = group;
-  r.rank = static_cast<int>(block - group * cluster);
-  r.warp = static_cast<int>(threadIdx.x) / kLanes;
-  r.lane = static_cast<int>(threadIdx.x) % kLanes;
-  r.item = r.rank * chip.warps + r.warp;
-  return r;
-}
 
 // Groups of 2^k units, each a full block of one channel, as most that come from images and volumes of powers
 // of two: nodes need no counts then, and blocks fewer registers.

@@ -3,8 +3,6 @@
 // are read once. The sums are those of the sweeps, in the same tree: units, rows of channels, groups.
 #pragma once
 
-#include <bit>
-
 #include "core/dispatch.h"
 #include "cuda/on_chip.cuh"
 
@@ -13,10 +11,6 @@ namespace steadynorm::cuda {
 namespace {
 
 // Threads of an SM that registers are for: of 16-bit x and dy, their values take 64 of them, of fp32 128.
-template <class T, class U, Activation A>
-constexpr int kGradientBound = sizeof(T) + sizeof(U) > 4    ? 256
-                               : A == Activation::gelu_tanh ? 384
-                                                            : 512;
 template <class T, class U, Activation A>
 constexpr int kWholeGradientBound = sizeof(T) + sizeof(U) > 4                             ? 384
                                     : A == Activation::gelu || A == Activation::gelu_tanh ? 512
@@ -27,26 +21,24 @@ struct BackwardShared {
   float2 units[kMaxOnChipWarps];  // rounded as a sweep stores them
   ChannelSums block;
   GroupMeans means;
-  Coefficients coefficients[kMaxOnChipWarps];  // of each unit's channel; only where units are whole
+  Coefficients coefficients[kMaxOnChipWarps];  // of each unit's channel
 };
 
 // The sums of a unit by one warp, whose values stay in raw_x and raw_dy; lane 0 gets them.
-template <class T, class U, Activation A, bool kFull>
+template <class T, class U, Activation A>
 __device__ __forceinline__ ChannelSums unit_sums(Packed<T, kLaneWidth> (&raw_x)[kMicroBatchRows],
-                                                 Packed<U, kLaneWidth> (&raw_dy)[kMicroBatchRows], int length,
-                                                 int lane, const Coefficients& c, std::uint32_t nothing) {
+                                                 Packed<U, kLaneWidth> (&raw_dy)[kMicroBatchRows],
+                                                 const Coefficients& c, std::uint32_t nothing) {
   const Pair sums = micro_batch_sum<kMicroBatchRows, kLaneWidth>(
       [&](int v, int j) {
         const Gradient g = backward_value<A>(raw_x[v][j], raw_dy[v][j], c);
-        const bool there = kFull || j < lane_rest(length, lane, v);
-        return there ? Pair{g.dz, g.dz * g.normalized} : Pair{0.0f, 0.0f};
+        return Pair{g.dz, g.dz * g.normalized};
       },
       [&](int j, const Pair& column) {
         unpack_next(raw_x, j, column.first, nothing);
         unpack_next(raw_dy, j, column.first, nothing);
       });
-  const int lanes = kFull || length >= kLeafRow ? kLanes : (length + kLaneWidth - 1) / kLaneWidth;
-  return warp_tree(ChannelSums{sums.first, sums.second}, kLanes, lanes);
+  return warp_tree(ChannelSums{sums.first, sums.second}, kLanes, kLanes);
 }
 
 // A channel's row of one sample: to where it is wanted, and what the group adds of it.
@@ -69,13 +61,12 @@ __device__ __forceinline__ ChannelSums finish_row(const BackwardCall& call, cons
 }
 
 // From the units' sums to the means of the group, by the first warp of every block of its cluster. A channel
-// has 2^spatial_shift units, of which the last are absent.
+// has 2^spatial_shift units.
 __device__ __forceinline__ void merge_channels(const BackwardCall& call, const OnChip& chip,
                                                const Wanted& wanted, int spatial_shift,
                                                BackwardShared& shared, int rank, int lane,
                                                const Split& group) {
-  const int units = 1 << spatial_shift, spatial_units = static_cast<int>(call.d.tree.spatial_units);
-  const int D = static_cast<int>(call.d.D);
+  const int units = 1 << spatial_shift;
   ChannelSums sums{};
   if (lane < chip.warps) sums = {shared.units[lane].x, shared.units[lane].y};
   // Lane i of `lanes`, a power of two, holds the node of `run` items from first + i * run on. Within a
@@ -86,13 +77,13 @@ __device__ __forceinline__ void merge_channels(const BackwardCall& call, const O
     int step = 1;
     for (; step < lanes && step * run < units; step *= 2) {
       const ChannelSums right = shuffle_down(sums, step);
-      if (place + step * run < spatial_units) sums = merge(sums, right);
+      sums = merge(sums, right);
     }
-    if (rows && place == 0 && channel < D && lane < lanes)
-      sums = finish_row(call, wanted, group.quotient, group.remainder * D + channel, sums, writes);
+    if (rows && place == 0 && lane < lanes)
+      sums = finish_row(call, wanted, group.quotient, group.remainder * call.d.D + channel, sums, writes);
     for (; step < lanes; step *= 2) {
       const ChannelSums right = shuffle_down(sums, step);
-      if (channel + (step * run >> spatial_shift) < D) sums = merge(sums, right);
+      sums = merge(sums, right);
     }
   };
   const bool whole_channels = chip.warps >= units;
@@ -109,68 +100,6 @@ __device__ __forceinline__ void merge_channels(const BackwardCall& call, const O
   }
   if (lane == 0)
     shared.means = group_means(sums, static_cast<double>(call.d.D) * static_cast<double>(call.d.S));
-}
-
-template <class T, class U, Activation A>
-__global__ void __launch_bounds__(kGradientBound<T, U, A>)
-    backward_on_chip(const BackwardCall call, const OnChip chip, const int spatial_shift,
-                     const Wanted wanted) {
-  BackwardShared& shared = *shared_memory<BackwardShared>();
-  if (chip.cluster > 1) open_mailbox(shared.box, chip.cluster);
-  release_next();
-  wait_for_previous();
-  Packed<T, kLaneWidth> raw_x[kMicroBatchRows];
-  Packed<U, kLaneWidth> raw_dy[kMicroBatchRows];
-  Coefficients c{};
-  {
-    const OnChipPlace at = on_chip_place(chip);
-    const ChannelUnit unit = contiguous_sum_item(call.d, at.group, at.item, spatial_shift);
-    const int length = static_cast<int>(unit.length);
-    ChannelSums sums{};
-    if (length > 0) {
-      load_leaf_rows<T, kMicroBatchRows>(raw_x, static_cast<const T*>(call.x) + unit.begin, 0, length,
-                                         at.lane, true);
-      load_leaf_rows<U, kMicroBatchRows>(raw_dy, static_cast<const U*>(call.dy) + unit.begin, 0, length,
-                                         at.lane, true);
-      const RowPlace row = row_place(call.d, unit.row);
-      c = load_coefficients(call, row.n, row.c, row.group);
-      sums = length == kLeafBlock
-                 ? unit_sums<T, U, A, true>(raw_x, raw_dy, length, at.lane, c, nothing_of(chip.warps))
-                 : unit_sums<T, U, A, false>(raw_x, raw_dy, length, at.lane, c, nothing_of(chip.warps));
-    }
-    if (at.lane == 0)
-      shared.units[at.warp] = {static_cast<float>(sums.dz), static_cast<float>(sums.dz_normalized)};
-  }
-  if (chip.cluster > 1) await_mailboxes();
-  __syncthreads();
-  // Again, and below once more, so that no register keeps it meanwhile.
-  if (threadIdx.x < kLanes) {
-    const OnChipPlace at = on_chip_place(chip);
-    merge_channels(call, chip, wanted, spatial_shift, shared, at.rank, at.lane, split(at.group, call.d.G));
-  }
-  __syncthreads();
-
-  const OnChipPlace at = on_chip_place(chip);
-  const ChannelUnit unit = contiguous_sum_item(call.d, at.group, at.item, spatial_shift);
-  const GroupMeans means = shared.means;
-  const std::uint32_t nothing = nothing_of(chip.warps);
-  float before = means.dz;
-  const int offset = kLaneWidth * at.lane;
-  T* const dx = static_cast<T*>(call.dx) + unit.begin + offset;
-#pragma unroll
-  for (int v = 0; v < kMicroBatchRows; ++v) {
-    if (kLeafRow * v + offset >= unit.length) break;
-    unpack_after(raw_x[v], before, nothing);
-    unpack_after(raw_dy[v], before, nothing);
-    float values[kLaneWidth];
-#pragma unroll
-    for (int j = 0; j < kLaneWidth; ++j) {
-      const Gradient g = backward_value<A>(raw_x[v][j], raw_dy[v][j], c);
-      values[j] = input_gradient(c.weight, g.dz, g.normalized, means, c.statistics.rstd);
-    }
-    before = values[0];
-    store(dx + kLeafRow * v, values, true, kLaneWidth);
-  }
 }
 
 template <class T, class U, Activation A>
@@ -206,8 +135,7 @@ __global__ void __launch_bounds__(kWholeGradientBound<T, U, A>)
     }
     warp_barrier();
     const Coefficients c = shared.coefficients[at.warp];
-    const ChannelSums sums =
-        unit_sums<T, U, A, true>(raw_x, raw_dy, kLeafBlock, at.lane, c, nothing_of(chip.warps));
+    const ChannelSums sums = unit_sums<T, U, A>(raw_x, raw_dy, c, nothing_of(chip.warps));
     if (at.lane == 0)
       shared.units[at.warp] = {static_cast<float>(sums.dz), static_cast<float>(sums.dz_normalized)};
   }
@@ -248,16 +176,12 @@ cudaError_t backward_on_chip_of(const BackwardCall& call, const Plan& plan, cons
   const OnChip& chip = plan.backward_on_chip;
   Launch shape = plan.group_gradient;
   shape.shared_bytes = sizeof(BackwardShared);
-  const int spatial_shift =
-      std::countr_zero(static_cast<unsigned>(power_of_two_from(call.d.tree.spatial_units)));
   return dispatch(call.x_type, [&](auto x_type) {
     return dispatch(call.y_type, [&](auto y_type) {
       using T = typename decltype(x_type)::type;
       using U = typename decltype(y_type)::type;
-      if (has_whole_units(call.d.tree))
-        return launch(backward_whole_units<T, U, A>, shape, queue, call, chip, whole_units(call.d, chip),
-                      call.wanted());
-      return launch(backward_on_chip<T, U, A>, shape, queue, call, chip, spatial_shift, call.wanted());
+      return launch(backward_whole_units<T, U, A>, shape, queue, call, chip, whole_units(call.d, chip),
+                    call.wanted());
     });
   });
 }

@@ -6,6 +6,7 @@
 #include <ostream>
 #include <utility>
 
+#include "cuda/plan_on_chip.h"
 #include "cuda/work.h"
 
 namespace steadynorm::cuda {
@@ -19,7 +20,6 @@ constexpr std::int64_t kWidestSlab = 512;  // channels
 // microsecond, and a launch of its own two to three. H200, 2026-11-30: backward of liger-d, 64 samples, took
 // 192 us with all in a block (bench/results).
 constexpr int kRowsTogether = 2;
-constexpr std::int64_t kGridLimit = 2147483647;
 
 // What a plan may choose; everything else follows.
 struct Choice {
@@ -31,11 +31,8 @@ struct Choice {
   int sweep_columns = 64;  // at most, of a sweep
   int sweep_rows = 32;
   bool reverse = true;
-  int on_chip_warps = -1;  // of a block; 0: no group stays on chip; negative: by what was measured
-  int on_chip_units = 1;   // of a warp; only if on_chip_warps is positive
+  OnChipChoice on_chip{};
 };
-
-int vector_width(const Problem& p) { return 16 / static_cast<int>(size_of(p.x)); }
 
 int power_of_two_until(std::int64_t n) {
   int p = 1;
@@ -172,122 +169,6 @@ Launch launch_of(const Sweep& r, const Problem& p, int row_bytes) {
           r.columns * kColumnWidth * kCoefficientBytes};
 }
 
-// `items` of a group, of which `there` hold values, by blocks of `warps` warps at most. Nothing where they
-// need a larger cluster than the device has, or where the absent ones would leave a fourth of the warps idle.
-OnChip make_on_chip(std::int64_t items, std::int64_t there, int warps, int units, const DeviceInfo& device) {
-  warps = static_cast<int>(std::min<std::int64_t>(warps, power_of_two_from(divide_up(items, units))));
-  const std::int64_t cluster = divide_up(items, warps * units);
-  if (cluster > device.largest_cluster || 4 * there < 3 * cluster * warps * units) return {};
-  return {static_cast<int>(cluster), warps, 0, units};
-}
-
-// Small blocks share an SM, and wait for less; a cluster has at most 16. us of H200, 2026-11-30, without an
-// activation, by blocks of 2 / 4 / 8 warps, 4 warps of 2 units, and by the sweeps:
-//   forward   bf16  liger-c 48 / 38 / 42, 38, 51   liger-b - / - / 45, 41, 51   liger-a - / - / 4.7, 6.2, 7.7
-//                   vae-512x128 - / - / 15.0, 13.5, 17.0    monai-128, ragged - / - / 14.1, -, 15.7
-//             fp32  liger-c 87 / 92 / 101, -, 93   liger-b - / - / 120, -, 94
-//   backward  bf16  liger-c 69 / 61 / 70, -, 113   liger-b - / - / 79, -, 111    liger-a - / - / 6.9, -, 9.1
-//                   vae-512x128 - / - / 27, -, 24    monai-128 - / - / 15.3, -, 14.5
-//             fp32  liger-c 118 / 126 / 159, -, 185   liger-b - / - / 196, -, 189
-OnChip choose_on_chip(std::int64_t items, std::int64_t there, const Problem& p, bool backward, bool whole,
-                      const DeviceInfo& device, const Choice& choice) {
-  const bool narrow = size_of(p.x) == 2 && (!backward || size_of(p.y) == 2);
-  const int most_warps = !backward || (narrow && whole) ? kMaxOnChipWarps : kMaxOnChipWarps / 2;
-  if (choice.on_chip_warps >= 0) {
-    if (choice.on_chip_warps == 0 || choice.on_chip_warps > most_warps) return {};
-    if (choice.on_chip_units > 1 && (backward || !narrow || !whole)) return {};
-    return make_on_chip(items, there, choice.on_chip_warps, choice.on_chip_units, device);
-  }
-  constexpr std::int64_t MiB = std::int64_t{1} << 20;
-  const std::int64_t bytes = p.elements() * static_cast<std::int64_t>(size_of(p.x));
-  if (!narrow) return make_on_chip(items, there, 2, 1, device);
-  const OnChip four = make_on_chip(items, there, 4, 1, device);
-  if (four.cluster > 0) return four;
-  if (backward && bytes > 4 * MiB && bytes <= 32 * MiB) return {};
-  if (!backward && whole && bytes > 4 * MiB) return make_on_chip(items, there, 4, 2, device);
-  return make_on_chip(items, there, 8, 1, device);
-}
-
-// Groups whose units are whole micro-batches of a warp and whose vectors cross no channel.
-bool may_stay_on_chip(const Problem& p, const Tree& tree) {
-  const std::int64_t unit = tree.unit_positions * tree.unit_channels;
-  return p.layout == Layout::contiguous && p.positions % kLaneWidth == 0 && unit > kLeafRow &&
-         unit <= kLeafBlock && p.samples * p.groups * kMaxCluster <= kGridLimit;
-}
-
-// Channels of a slab: as few whole groups as are whole vectors and sectors of 32 bytes, 128 bytes a row and
-// two warps. Where sectors end inside a slab memory loses half (80 bytes; H200, 2026-11-30). 0: there are
-// none.
-std::int64_t slab_on_chip(const Problem& p, const Tree& tree, int width) {
-  const std::int64_t leaves =
-      std::min<std::int64_t>(kUnitLeaves, divide_up(p.positions, tree.leaf_positions));
-  const auto narrow = static_cast<std::int64_t>(std::min(size_of(p.x), size_of(p.y)));
-  for (std::int64_t groups = 1; groups <= p.groups; ++groups) {
-    const std::int64_t slab = groups * tree.channels, bytes = slab * narrow;
-    const bool all = groups == p.groups;
-    if (p.groups % groups == 0 && slab % width == 0 && (all || (bytes % 32 == 0 && bytes >= 128)) &&
-        leaves * (slab / width) >= 2 * kLanes)
-      return slab;
-  }
-  return 0;
-}
-
-// channels_last: as few units a block as one cluster allows.
-OnChip choose_slabs(const Problem& p, const Tree& tree, int width, const DeviceInfo& device,
-                    const Choice& choice) {
-  // A thread keeps one micro-batch, which is a leaf of up to 8192 positions.
-  if (choice.on_chip_warps == 0 || tree.leaf_positions != kMicroBatchRows || tree.channel_units != 1 ||
-      p.samples * p.channels * kMaxCluster > kGridLimit)
-    return {};
-  const std::int64_t slab = slab_on_chip(p, tree, width);
-  if (slab == 0 || slab / width > kMaxOnChipWarps * kLanes) return {};
-  const int wanted = choice.on_chip_warps < 0 ? 4 : choice.on_chip_warps;
-  OnChip chip{1, 0, static_cast<int>(slab / width), 1};
-  const Dimensions d = dimensions_of(p);
-  const auto warps = [&] { return divide_up(make_slabs(d, chip, width).leaves * chip.columns, kLanes); };
-  const auto cluster = [&] { return divide_up(tree.spatial_units, chip.units); };
-  while (chip.units < kMaxOnChipUnits && cluster() > 1 &&
-         (cluster() > device.largest_cluster || warps() < wanted))
-    chip.units *= 2;
-  if (cluster() > device.largest_cluster || warps() > kMaxOnChipWarps) return {};
-  chip.cluster = static_cast<int>(cluster());
-  chip.warps = static_cast<int>(warps());
-  return chip;
-}
-
-Launch launch_of_slabs(const Problem& p, const OnChip& chip, int width, bool backward) {
-  if (chip.cluster == 0) return {};
-  const Slabs slabs = make_slabs(dimensions_of(p), chip, width);
-  return {p.samples * (p.channels / slabs.channels) * chip.cluster, chip.warps * kLanes, 1,
-          slab_memory(slabs, backward).bytes, chip.cluster};
-}
-
-void choose_on_chip(Plan& plan, const Problem& p, const Tree& tree, const DeviceInfo& device,
-                    const Choice& choice) {
-  if (p.layout == Layout::channels_last) {
-    plan.forward_on_chip = choose_slabs(p, tree, vector_width(p), device, choice);
-    plan.group = launch_of_slabs(p, plan.forward_on_chip, vector_width(p), false);
-    const int width = std::min(vector_width(p), 16 / static_cast<int>(size_of(p.y)));
-    plan.backward_on_chip = choose_slabs(p, tree, width, device, choice);
-    plan.group_gradient = launch_of_slabs(p, plan.backward_on_chip, width, true);
-    return;
-  }
-  if (!may_stay_on_chip(p, tree)) return;
-  const std::int64_t groups = p.samples * p.groups, D = tree.channels;
-  const auto launch_of = [&](const OnChip& chip) {
-    Launch l{groups * chip.cluster, chip.warps * kLanes};
-    l.cluster = std::max(1, chip.cluster);
-    return l;
-  };
-  const bool whole = has_whole_units(tree);
-  plan.forward_on_chip = choose_on_chip(padded_roots(tree), tree.roots(), p, false, whole, device, choice);
-  plan.group = launch_of(plan.forward_on_chip);
-  if (p.positions <= kLeafRow) return;
-  plan.backward_on_chip = choose_on_chip(D * power_of_two_from(tree.spatial_units), D * tree.spatial_units, p,
-                                         true, whole, device, choice);
-  plan.group_gradient = launch_of(plan.backward_on_chip);
-}
-
 Plan make_plan(const Problem& p, const DeviceInfo& device, const Choice& choice) {
   const Tree tree = tree_of(p);
   const Dimensions d = dimensions_of(p);
@@ -310,7 +191,7 @@ Plan make_plan(const Problem& p, const DeviceInfo& device, const Choice& choice)
     plan.statistics = launch_of(plan.columns, p, tree);
     plan.sums = launch_of(plan.sum_columns, p, tree);
   }
-  choose_on_chip(plan, p, tree, device, choice);
+  choose_on_chip(plan, p, device, choice.on_chip);
   plan.write = launch_of(plan.apply, p, 16);
   plan.input = launch_of(plan.gradient, p, 32);
   plan.unit_lanes = power_of_two_from(divide_up(tree.spatial_units, kUnitsOfThread));
@@ -333,13 +214,6 @@ std::ostream& operator<<(std::ostream& out, const Launch& l) {
 
 Tree tree_of(const Problem& p) { return make_tree(p.channels_per_group(), p.positions, p.layout); }
 
-bool has_whole_units(const Tree& tree) {
-  const auto is_power_of_two = [](std::int64_t n) { return (n & (n - 1)) == 0; };
-  return tree.unit_channels == 1 && tree.unit_positions == kLeafBlock &&
-         tree.positions == tree.spatial_units * kLeafBlock && is_power_of_two(tree.channels) &&
-         is_power_of_two(tree.spatial_units);
-}
-
 std::int64_t padded_roots(const Tree& tree) {
   return tree.spatial_units * power_of_two_from(tree.channel_units);
 }
@@ -359,11 +233,11 @@ std::vector<Plan> legal_plans(const Problem& problem, const DeviceInfo& device) 
     }
     if (std::find(plans.begin(), plans.end(), plan) == plans.end()) plans.push_back(plan);
   };
-  for (const int warps : {0, 1, 2, 4, 8, 16}) add({.on_chip_warps = warps});
-  for (const int warps : {1, 4}) add({.on_chip_warps = warps, .on_chip_units = 2});
-  for (const int warps : {1, 2}) add({.warps = warps, .on_chip_warps = 0});
+  for (const int warps : {0, 1, 2, 4, 8, 16}) add({.on_chip = {.warps = warps}});
+  for (const int warps : {1, 4}) add({.on_chip = {.warps = warps, .units = 2}});
+  for (const int warps : {1, 2}) add({.warps = warps, .on_chip = {.warps = 0}});
   for (const int leaves : {2, kFullLeaves})
-    for (const int warps : {2, kLeafWarps}) add({.warps = warps, .leaves = leaves, .on_chip_warps = 0});
+    for (const int warps : {2, kLeafWarps}) add({.warps = warps, .leaves = leaves, .on_chip = {.warps = 0}});
   for (const int channels : {4, 32, 256})
     for (const int lanes : {4, 32})
       add({.column_channels = channels,
@@ -372,7 +246,7 @@ std::vector<Plan> legal_plans(const Problem& problem, const DeviceInfo& device) 
            .sweep_columns = 16,
            .sweep_rows = 4,
            .reverse = false,
-           .on_chip_warps = 0});
+           .on_chip = {.warps = 0}});
   return plans;
 }
 

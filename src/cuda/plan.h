@@ -82,8 +82,8 @@ struct OnChip {
   int cluster = 0;  // blocks of a group or slab; 0: no group stays
   int warps = 0;    // of a block; contiguous: a power of two
   int columns = 0;  // channels_last: vectors of a slab
-  int units = 1;    // contiguous: of a warp, 2 only in 16-bit forward where units are whole; channels_last: of
-                    // a block, a power of two up to kMaxOnChipUnits
+  int units = 1;  // contiguous: of a warp, 2 only in 16-bit forward where units are whole; channels_last: of
+                  // a block, a power of two up to kMaxOnChipUnits
 
   bool operator==(const OnChip&) const = default;
 };
@@ -129,7 +129,8 @@ std::int64_t padded_roots(const Tree&);
 // Whether a contiguous group is 2^k units, each a full block of one channel: it has kernels of its own.
 bool has_whole_units(const Tree&);
 
-constexpr int kPortableCluster = 8;  // blocks of a cluster on every device that has them
+constexpr std::int64_t kGridLimit = 2147483647;  // blocks
+constexpr int kPortableCluster = 8;              // blocks of a cluster on every device that has them
 constexpr int kMaxCluster = 16;
 constexpr int kMaxOnChipWarps = 16;
 constexpr int kMaxOnChipUnits = 4;

@@ -101,26 +101,11 @@ STEADYNORM_HD ContiguousUnit contiguous_unit(const Dimensions& d, std::int64_t i
           group.quotient * t.roots() + unit * t.channel_units + channel.quotient};
 }
 
-// On chip: item `item` of a group's tree. Its channel units are padded to 2^channel_shift with absent ones;
-// length 0: it is absent.
-STEADYNORM_HD ContiguousUnit contiguous_item(const Dimensions& d, std::int64_t group, int item,
-                                             int channel_shift) {
-  const Tree& t = d.tree;
-  const int place = item >> channel_shift, channel = item - (place << channel_shift);
-  if (place >= t.spatial_units || channel >= t.channel_units) return {};
-  const std::int64_t first = t.channel_begin(channel), begin = t.unit_begin(place);
-  return {(group * d.D + first) * d.S + begin, (t.channel_end(channel) - first) * (t.unit_end(place) - begin),
-          group * t.roots() + place * t.channel_units + channel};
-}
-
-// Backward, on chip: item `item` of a group's channels, whose spatial units are padded to 2^spatial_shift
-// with absent ones; length 0: it is absent.
-STEADYNORM_HD ChannelUnit contiguous_sum_item(const Dimensions& d, std::int64_t group, int item,
-                                              int spatial_shift) {
-  const int channel = item >> spatial_shift, place = item - (channel << spatial_shift);
-  if (channel >= d.D || place >= d.tree.spatial_units) return {};
-  const std::int64_t row = group * d.D + channel, begin = d.tree.unit_begin(place);
-  return {row, row * d.S + begin, d.tree.unit_end(place) - begin};
+// On chip: the first value of item `item` of a group of whole units, in the order of forward's tree: 2^shift
+// channels, then places along S. Backward's items, places and then channels, lie in memory as they come.
+STEADYNORM_HD std::int64_t whole_item(int item, int shift, std::int64_t S) {
+  const int channel = item & ((1 << shift) - 1);
+  return channel * S + std::int64_t{item >> shift} * kLeafBlock;
 }
 
 // Backward sums, contiguous: one channel at a time. root = channel row * spatial units + spatial unit.

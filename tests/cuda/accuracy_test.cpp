@@ -179,6 +179,19 @@ TEST_F(CudaSanitizer, FullLeavesAndGivenMoments) {
 }
 
 // Only channels this long have units of several leaves.
+TEST_F(CudaSanitizer, GroupsOnChip) {
+  const std::int64_t sizes[][4] = {{2, 8, 2, 4096}, {1, 4, 1, 16384}, {1, 4, 1, 65536}};
+  for (const auto& size : sizes)
+    for (const DType x : kTypes)
+      for (const DType y : kTypes) {
+        Problem p = make_problem(size[0], size[1], size[2], size[3], Layout::contiguous, x);
+        p.y = y;
+        const Inputs in(p, make_data(p, Kind::normal, 5));
+        const Forward forward = cuda_forward(p, in);
+        cuda_backward(p, in, forward.statistics);
+      }
+}
+
 TEST_F(CudaSanitizer, UnitsOfSeveralLeaves) {
   const Problem p = make_problem(1, 1, 1, 4300001, Layout::contiguous, DType::bfloat16);
   ASSERT_GT(cuda::choose_plan(p, cuda::current_device()).runs.leaves_per_unit, 1);
