@@ -10,6 +10,16 @@ namespace steadynorm::cuda {
 
 namespace {
 
+// Threads of an SM that registers are for: fitted on compute capability 9.0, fewer elsewhere, where the same
+// code takes some more registers.
+constexpr int threads_of_sm(int fitted, [[maybe_unused]] int others) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+  return others;
+#else
+  return fitted;
+#endif
+}
+
 // Groups of 2^k units, each a full block of one channel, as most that come from images and volumes of powers
 // of two: nodes need no counts then, and blocks fewer registers.
 struct WholeUnits {

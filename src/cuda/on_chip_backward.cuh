@@ -12,9 +12,9 @@ namespace {
 
 // Threads of an SM that registers are for: of 16-bit x and dy, their values take 64 of them, of fp32 128.
 template <class T, class U, Activation A>
-constexpr int kWholeGradientBound = sizeof(T) + sizeof(U) > 4                             ? 384
-                                    : A == Activation::gelu || A == Activation::gelu_tanh ? 512
-                                                                                          : 640;
+constexpr int kWholeGradientBound = sizeof(T) + sizeof(U) > 4                        ? 384
+                                    : A == Activation::none || A == Activation::relu ? threads_of_sm(640, 512)
+                                                                                     : 512;
 
 struct BackwardShared {
   Mailbox box;

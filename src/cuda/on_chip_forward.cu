@@ -47,9 +47,9 @@ __device__ __forceinline__ void merge_whole_group(const ForwardCall& call, const
 
 template <class T, Activation A, int kUnits>  // threads of an SM that registers are for
 constexpr int kWholeBound = sizeof(T) == 4                                        ? 512
-                            : kUnits == 1                                         ? 896
+                            : kUnits == 1                                         ? threads_of_sm(896, 512)
                             : A == Activation::gelu || A == Activation::gelu_tanh ? 384
-                                                                                  : 640;
+                                                                                  : threads_of_sm(640, 384);
 
 template <class T, Activation A, int kUnits>
 __global__ void __launch_bounds__(kWholeBound<T, A, kUnits>)
