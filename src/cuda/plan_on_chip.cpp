@@ -27,7 +27,8 @@ OnChip make_on_chip(std::int64_t items, int warps, int units, const DeviceInfo& 
 }
 
 // Small blocks share an SM, and wait for less; a cluster has at most 16. us of H200, 2026-11-30, without an
-// activation, by blocks of 2 / 4 / 8 warps, 4 warps of 2 units, and by the sweeps:
+// activation, from stream launches of the kernels alone (the chosen ones through the operator:
+// bench/results), by blocks of 2 / 4 / 8 warps, 4 warps of 2 units, and by the sweeps:
 //   forward   bf16  liger-c 48 / 38 / 42, 38, 51   liger-b - / - / 45, 41, 51   liger-a - / - / 4.7, 6.2, 7.7
 //                   vae-512x128 - / - / 15.0, 13.5, 17.0
 //             fp32  liger-c 87 / 92 / 101, -, 93   liger-b - / - / 120, -, 94
