@@ -132,7 +132,8 @@ __device__ void sum_over_samples(const BackwardCall& call, std::int64_t block, b
   if (bias) store_parameter(call.dbias, call.bias.dtype, c, static_cast<float>(total.dz));
 }
 
-// All of the above for one group of every sample by one block, in one launch: where there is little of it.
+// All of the above for one group of all samples by one block, in one launch: where there is little of it. A
+// thread has a channel of a sample, sample by sample.
 __global__ void __launch_bounds__(kRowThreads)
     rows_means_and_parameters(const BackwardCall call, const bool contiguous, const Wanted wanted) {
   __shared__ float2 rows[kRowThreads];
@@ -140,42 +141,45 @@ __global__ void __launch_bounds__(kRowThreads)
   release_next();
   wait_for_previous();
   const std::int64_t g = blockIdx.x;
-  const int D = static_cast<int>(call.d.D), width = static_cast<int>(blockDim.x);
-  const int thread =
-      static_cast<int>(threadIdx.y) * width + static_cast<int>(threadIdx.x);  // and its channel
-  const std::int64_t channel = g * D + thread;
-  ChannelSums total{}, block{};
-  for (std::int64_t n = 0; n < call.d.N; ++n) {
-    for (int first = 0; first < D; first += width) {
-      const int d = first + static_cast<int>(threadIdx.x);
-      const float2 row = row_of_units(call, contiguous, n, g * D + d, d < D, shared_memory<ChannelSums>());
-      __syncthreads();
-      if (threadIdx.y == 0 && d < D) rows[d] = row;
-    }
+  const int D = static_cast<int>(call.d.D), N = static_cast<int>(call.d.N),
+            width = static_cast<int>(blockDim.x);
+  const int thread = static_cast<int>(threadIdx.y) * width + static_cast<int>(threadIdx.x);
+  for (int first = 0; first < N * D; first += width) {
+    const int r = first + static_cast<int>(threadIdx.x), n = r / D;
+    const float2 row =
+        row_of_units(call, contiguous, n, g * D + (r - n * D), r < N * D, shared_memory<ChannelSums>());
     __syncthreads();
-    if (thread < D) {
-      const float2 row = rows[thread];
-      channels[thread] = weighted(load_parameter(call.weight, n, channel, 1.0f), row.x, row.y);
-      if (wanted.weight_rows) store_parameter(call.dweight, call.weight.dtype, n * call.d.C + channel, row.y);
-      if (wanted.bias_rows) store_parameter(call.dbias, call.bias.dtype, n * call.d.C + channel, row.x);
-      block = merge(block, ChannelSums{row.x, row.y});
-      if ((n + 1) % kSampleBlock == 0 || n + 1 == call.d.N) {
-        total = merge(total, block);
-        block = {};
-      }
-    }
-    for (int step = 1; step < D; step *= 2) {
-      __syncthreads();
-      if (thread % (2 * step) == 0 && thread + step < D)
-        channels[thread] = merge(channels[thread], channels[thread + step]);
-    }
-    if (thread == 0 && call.dx != nullptr) {
-      const GroupMeans means =
-          group_means(channels[0], static_cast<double>(D) * static_cast<double>(call.d.S));
-      call.means[n * call.d.G + g] = float2{means.dz, means.dz_normalized};
+    if (threadIdx.y == 0 && r < N * D) rows[r] = row;
+  }
+  __syncthreads();
+  const int n = thread / D, d = thread - n * D;
+  const std::int64_t channel = g * D + d;
+  if (n < N) {
+    const float2 row = rows[thread];
+    channels[thread] = weighted(load_parameter(call.weight, n, channel, 1.0f), row.x, row.y);
+    if (wanted.weight_rows) store_parameter(call.dweight, call.weight.dtype, n * call.d.C + channel, row.y);
+    if (wanted.bias_rows) store_parameter(call.dbias, call.bias.dtype, n * call.d.C + channel, row.x);
+  }
+  for (int step = 1; step < D; step *= 2) {
+    __syncthreads();
+    if (n < N && d % (2 * step) == 0 && d + step < D)
+      channels[thread] = merge(channels[thread], channels[thread + step]);
+  }
+  if (n < N && d == 0 && call.dx != nullptr) {
+    const GroupMeans means =
+        group_means(channels[thread], static_cast<double>(D) * static_cast<double>(call.d.S));
+    call.means[n * call.d.G + g] = float2{means.dz, means.dz_normalized};
+  }
+  if (n > 0) return;
+  ChannelSums total{}, block{};
+  for (int i = 0; i < N; ++i) {
+    const float2 row = rows[i * D + d];
+    block = merge(block, ChannelSums{row.x, row.y});
+    if ((i + 1) % kSampleBlock == 0 || i + 1 == N) {
+      total = merge(total, block);
+      block = {};
     }
   }
-  if (thread >= D) return;
   if (wanted.weight_sums)
     store_parameter(call.dweight, call.weight.dtype, channel, static_cast<float>(total.dz_normalized));
   if (wanted.bias_sums) store_parameter(call.dbias, call.bias.dtype, channel, static_cast<float>(total.dz));

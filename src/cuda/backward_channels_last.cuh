@@ -62,13 +62,9 @@ __device__ __forceinline__ void channels_last_leaf_sums(ChannelSums (&leaf)[kCol
   }
 }
 
-// Threads of an SM that registers are for: 128 of them for each, and more where both x and dy are wide.
-template <class T, class U>
-constexpr int kSumsBound = sizeof(T) + sizeof(U) == 8 ? 384 : 512;
-
 // Shared memory: the nodes of the leaves; before that, the coefficients.
 template <class T, class U, Activation A>
-__global__ void __launch_bounds__(kSumsBound<T, U>)
+__global__ void __launch_bounds__(sums_threads(sizeof(T) + sizeof(U)))
     sums_channels_last(const BackwardCall call, const Columns p) {
   constexpr int W = kColumnWidth;
   BackwardCoefficients* const coefficients = shared_memory<BackwardCoefficients>();

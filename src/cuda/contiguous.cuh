@@ -79,37 +79,6 @@ __device__ __forceinline__ Node contiguous_leaf(const T* leaf, int length, int l
   return without_count(warp_tree(moments, kLanes));
 }
 
-// Moments of up to four leaves of one full block in a row by one warp; lane 8 i gets those of leaf i.
-// `exchange` is the warp's own kFullLeaves * kNodesOfLeaf places: each lane gives its node of every leaf, and
-// takes four nodes of one leaf, so that the lanes merge four leaves' trees at a time.
-template <class T>
-__device__ __forceinline__ Node full_leaves(const T* x, int leaves, int lane, Node* exchange) {
-  constexpr int kOfMicroBatch = kMicroBatchRows * kLaneWidth;
-  const bool aligned = is_aligned(x, kAlignment<T, kLaneWidth>);
-#pragma unroll 1
-  for (int i = 0; i < leaves; ++i) {
-    float pivot = 0;
-    const PivotSums sums = add_block<T, kMicroBatchRows, true>({}, pivot, true, x + i * kLeafBlock,
-                                                               kLeafBlock, lane, kOfMicroBatch, aligned);
-    exchange[i * kNodesOfLeaf + lane + lane / 4] =
-        without_count(moments_of(sums, kOfMicroBatch, 1.0 / kOfMicroBatch, pivot));
-  }
-  warp_barrier();
-  const Node* own =
-      exchange + lane / 8 * kNodesOfLeaf + lane % 8 * 5;  // 80 bytes apart: no two lanes meet in a bank
-  const auto merged = [](const Node& a, const Node& b, double count) {
-    return without_count(merge(with_count(a, count), with_count(b, count)));
-  };
-  Node node =
-      merged(merged(own[0], own[1], kOfMicroBatch), merged(own[2], own[3], kOfMicroBatch), 2 * kOfMicroBatch);
-#pragma unroll
-  for (int step = 1; step < 8; step *= 2) {
-    const Node right{shuffle_down(node.mean, step), shuffle_down(node.m2, step)};
-    node = merged(node, right, 4 * kOfMicroBatch * step);
-  }
-  return node;
-}
-
 // A flat tile's first element as channel row and position, rows counted over all samples.
 struct TilePlace {
   std::int64_t row, position;

@@ -122,12 +122,9 @@ __device__ __forceinline__ void merge_channels(Node* roots, int units, int membe
   }
 }
 
-template <int W>  // threads of an SM that registers are for: 96 of them for each, or 128
-constexpr int kStatisticsBound = W == 8 ? 512 : 640;
-
 // Shared memory: the sums of the leaves, then the roots of the channels and their pivots.
 template <class T, int W>
-__global__ void __launch_bounds__(kStatisticsBound<W>)
+__global__ void __launch_bounds__(statistics_threads(W))
     statistics_channels_last(const ForwardCall call, const Columns p) {
   PivotSums* const sums = shared_memory<PivotSums>();
   Node* const roots = reinterpret_cast<Node*>(sums + kUnitLeaves * p.columns * W);

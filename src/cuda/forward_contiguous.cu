@@ -12,23 +12,23 @@ constexpr int kLeafBlocks = sizeof(T) == 2
                                 ? 5
                                 : 4;  // of an SM: 96 registers hold 64 values unpacked from 16 bits
 
-// Every unit is a full leaf: they lie in memory one behind the other.
+// Every unit is a leaf of one full block.
 template <class T>
 __global__ void __launch_bounds__(kLeafWarps* kLanes, kLeafBlocks<T>)
-    statistics_full_leaves(const ForwardCall call, const int leaves) {
-  Node* const exchange = shared_memory<Node>();
+    statistics_full_leaves(const ForwardCall call) {
+  constexpr int kOfMicroBatch = kMicroBatchRows * kLaneWidth;
   release_next();
   wait_for_previous();
-  const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  const std::uint32_t units = static_cast<std::uint32_t>(contiguous_units(call.d));
-  const std::uint32_t first = (blockIdx.x * (blockDim.x / kLanes) + warp) * leaves;
-  if (first >= units) return;
-  const int there =
-      static_cast<int>(units - first < static_cast<std::uint32_t>(leaves) ? units - first : leaves);
-  const Node node = full_leaves(static_cast<const T*>(call.x) + std::int64_t{first} * kLeafBlock, there, lane,
-                                exchange + warp * kFullLeaves * kNodesOfLeaf);
-  if (lane % 8 != 0 || lane / 8 >= there) return;
-  call.roots[contiguous_unit(call.d, first + lane / 8).root] = node;
+  const int lane = threadIdx.x % kLanes;
+  const std::uint32_t unit = blockIdx.x * (blockDim.x / kLanes) + threadIdx.x / kLanes;
+  if (unit >= static_cast<std::uint32_t>(contiguous_units(call.d))) return;
+  const T* const x = static_cast<const T*>(call.x) + std::int64_t{unit} * kLeafBlock;
+  float pivot = 0;
+  const PivotSums sums = add_block<T, kMicroBatchRows, true>(
+      {}, pivot, true, x, kLeafBlock, lane, kOfMicroBatch, is_aligned(x, kAlignment<T, kLaneWidth>));
+  const Node node =
+      warp_tree(without_count(moments_of(sums, kOfMicroBatch, 1.0 / kOfMicroBatch, pivot)), kOfMicroBatch);
+  if (lane == 0) call.roots[contiguous_unit(call.d, unit).root] = node;
 }
 
 // Shared memory: a node per warp.
@@ -225,8 +225,7 @@ cudaError_t launch_statistics_contiguous(const ForwardCall& call, const Plan& pl
   const bool short_leaves = call.d.tree.unit_channels * call.d.tree.unit_positions <= kLeafRow;
   return dispatch(call.x_type, [&](auto type) {
     using T = typename decltype(type)::type;
-    if (plan.runs.full_leaves > 0)
-      return launch(statistics_full_leaves<T>, plan.statistics, queue, call, plan.runs.full_leaves);
+    if (plan.runs.full_leaves) return launch(statistics_full_leaves<T>, plan.statistics, queue, call);
     return short_leaves
                ? launch(statistics_contiguous<T, 1>, plan.statistics, queue, call, plan.runs)
                : launch(statistics_contiguous<T, kMicroBatchRows>, plan.statistics, queue, call, plan.runs);

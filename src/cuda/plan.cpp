@@ -16,20 +16,20 @@ namespace {
 constexpr int kNodeBytes = 16;  // a node, or a channel's two sums
 constexpr int kCoefficientBytes = 32;
 constexpr std::int64_t kWidestSlab = 512;  // channels
-// Batches of a group's rows, of one sample after the other, that one block makes: each costs about a
-// microsecond, and a launch of its own two to three. H200, 2026-11-30: backward of liger-d, 64 samples, took
-// 192 us with all in a block (bench/results).
+// Batches of a group's rows, of all samples, that one block makes: each costs about two microseconds, and a
+// launch of its own two to three (H200, 2026-12-01).
 constexpr int kRowsTogether = 2;
 
 // What a plan may choose; everything else follows.
 struct Choice {
   int warps = kLeafWarps;
-  int leaves = 0;            // that a warp evaluates together; 0: as many as leave the device full
   int column_channels = 64;  // of a block that reduces, about
-  int column_lanes = 16;     // of such a block, times what fewer columns leave
+  int column_lanes = 0;  // of such a block, times what fewer columns leave; 0: what choose_columns() finds
   int rows_together = kRowsTogether;
   int sweep_columns = 64;  // at most, of a sweep
-  int sweep_rows = 32;
+  // H200, 2026-12-01, bf16, 16 and 32: apply 248 and 253 us for 512 MiB, 998 and 1014 for 2 GiB; input
+  // gradient 370 and 372, 1467 and 1480.
+  int sweep_rows = 16;
   bool reverse = true;
   OnChipChoice on_chip{};
 };
@@ -38,15 +38,6 @@ int power_of_two_until(std::int64_t n) {
   int p = 1;
   while (2 * p <= n) p *= 2;
   return p;
-}
-
-// Leaves of one block that a warp evaluates together, of `leaves` of the tensor: fewer where the warps would
-// not fill the device twice.
-int leaves_together(std::int64_t leaves, const DeviceInfo& device, const Choice& choice) {
-  if (choice.leaves > 0) return choice.leaves;
-  int together = kFullLeaves;
-  while (together > 1 && leaves < std::int64_t{2 * 16} * device.sms * together) together /= 2;
-  return together;
 }
 
 Runs make_runs(const Tree& tree, int warps) {
@@ -62,11 +53,9 @@ bool full_leaves(const Tree& tree) {
          tree.positions % tree.unit_positions == 0 && tree.channels % tree.unit_channels == 0;
 }
 
-// Shared memory: a node for each warp, or what the warp's lanes exchange.
+// Shared memory: a node for each warp.
 Launch launch_of(const Runs& r, std::int64_t units) {
-  const std::int64_t warps = r.full_leaves > 0 ? divide_up(units, r.full_leaves) : units * r.leaves_per_unit;
-  const int nodes = r.full_leaves > 0 ? kFullLeaves * kNodesOfLeaf : 1;
-  return {divide_up(warps, r.warps), r.warps * kLanes, 1, r.warps * nodes * kNodeBytes};
+  return {divide_up(units * r.leaves_per_unit, r.warps), r.warps * kLanes, 1, r.warps * kNodeBytes};
 }
 
 // Slabs of about `target` channels, which start at multiples of `quantum`: what must stay together.
@@ -101,6 +90,21 @@ Launch launch_of(const Columns& r, const Problem& p, const Tree& tree) {
           static_cast<int>(nodes * kNodeBytes)};
 }
 
+// What the blocks that reduce cost, in leaves' micro-batches of a thread: in as many waves as they need, each
+// as long as a block, which has its first values and its tree to wait for besides. H200, 2026-12-01, bf16,
+// sums in us by lanes 16 / 8 / 4, and these costs: sdxl-320x128 19.4 / 19.5 / 17.1, 12 / 12 / 10;
+// sdxl-640x64 14.1 / 13.0 / 11.9, 9 / 8 / 6; unet3d-512 22.3 / 20.8 / 24.0, 12 / 10 / 18; vae-512x256-nhwc
+// 37.5 / 35.8 / 41.7, 20 / 18 / 34.
+std::int64_t cost_of(const Columns& r, const Launch& l, const Tree& tree, std::int64_t positions,
+                     int threads_of_sm, const DeviceInfo& device) {
+  constexpr std::int64_t kOfBlock = 2;
+  const std::int64_t leaves = divide_up(std::min(tree.unit_positions, positions), tree.leaf_positions);
+  const std::int64_t batches =
+      divide_up(leaves, r.lanes) * divide_up(std::min(tree.leaf_positions, positions), kMicroBatchRows);
+  const std::int64_t resident = std::int64_t{device.sms} * std::max(1, threads_of_sm / l.threads());
+  return divide_up(l.blocks, resident) * (kOfBlock + batches);
+}
+
 // Statistics need whole channel units in a block; backward sums do not, each channel being alone there.
 Columns choose_columns(const Problem& p, const DeviceInfo& device, const Choice& choice, bool whole_units) {
   const Tree tree = tree_of(p);
@@ -109,7 +113,6 @@ Columns choose_columns(const Problem& p, const DeviceInfo& device, const Choice&
   // 4; wider sums lose what coefficients and partial sums cost in threads.
   int width = whole_units ? vector_width(p) : kColumnWidth;
   while (whole_units && width > 2 && p.channels % width != 0) width /= 2;
-  const int threads = choice.column_lanes * 64 / width;
   const bool split_groups = whole_units && tree.channel_units > 1;
   bool vectors = p.channels % width == 0 && !(split_groups && D % width != 0);
   std::int64_t quantum = whole_units ? D : width;
@@ -119,23 +122,36 @@ Columns choose_columns(const Problem& p, const DeviceInfo& device, const Choice&
     vectors = false;
     quantum = D;
   }
-  int target = choice.column_channels;
-  const auto make = [&] {
-    return make_columns(p, tree, width, quantum, vectors, split_groups, target, threads);
+  const auto make = [&](int target, int lanes) {
+    return make_columns(p, tree, width, quantum, vectors, split_groups, target, lanes * 64 / width);
   };
-  Columns best = make();
+  const auto cost = [&](const Columns& r) {
+    const int threads =
+        whole_units ? statistics_threads(width) : sums_threads(static_cast<int>(size_of(p.x) + size_of(p.y)));
+    return cost_of(r, launch_of(r, p, tree), tree, p.positions, threads, device);
+  };
+  int target = choice.column_channels;
+  const int lanes = choice.column_lanes > 0 ? choice.column_lanes : kUnitLeaves;
+  Columns best = make(target, lanes);
   // Small problems: narrower slabs, down to 64 bytes, until there is a block for every SM. Not yet measured.
-  while (target > 32 && launch_of(best, p, tree).blocks < device.sms) {
-    target /= 2;
-    best = make();
+  while (target > 32 && launch_of(best, p, tree).blocks < device.sms) best = make(target /= 2, lanes);
+  if (choice.column_lanes == 0) {
+    // Slabs of 32 channels lose in large tensors, where a row of them is less than DRAM likes: 47 and 41 us
+    // for the statistics of unet3d-256, but 10.0 and 11.6 for those of vae-512x128-nhwc (H200, 2026-12-01).
+    const auto bytes = p.elements() * static_cast<std::int64_t>(size_of(p.x));
+    const bool narrower = whole_units && target > 32 && bytes <= std::int64_t{32} << 20;
+    for (const int of_slab : {target, narrower ? 32 : target})
+      for (int l = lanes; l >= kUnitLeaves / 4; l /= 2)
+        if (const Columns other = make(of_slab, l);
+            cost(other) < cost(best) || (of_slab < target && cost(other) == cost(best)))
+          best = other;
   }
   // A wide slab may not fit shared memory: then drop the vectors.
   if (launch_of(best, p, tree).shared_bytes > static_cast<int>(device.shared_per_block_optin) &&
       !split_groups) {
-    target = 1;
     quantum = whole_units ? D : width;
     vectors = vectors && !whole_units;
-    best = make();
+    best = make(1, lanes);
   }
   return best;
 }
@@ -178,11 +194,7 @@ Plan make_plan(const Problem& p, const DeviceInfo& device, const Choice& choice)
   if (p.layout == Layout::contiguous) {
     const std::int64_t units = contiguous_units(d);
     plan.runs = plan.sum_runs = make_runs(tree, choice.warps);
-    if (full_leaves(tree)) {
-      const int together = plan.runs.full_leaves = leaves_together(units, device, choice);
-      while (plan.runs.warps > 1 && units < std::int64_t{2} * device.sms * plan.runs.warps * together)
-        plan.runs.warps /= 2;
-    }
+    plan.runs.full_leaves = full_leaves(tree);
     plan.statistics = launch_of(plan.runs, units);
     plan.sums = launch_of(plan.sum_runs, contiguous_sum_units(d));
   } else {
@@ -196,8 +208,9 @@ Plan make_plan(const Problem& p, const DeviceInfo& device, const Choice& choice)
   plan.input = launch_of(plan.gradient, p, 32);
   plan.unit_lanes = power_of_two_from(divide_up(tree.spatial_units, kUnitsOfThread));
   const int rows = kRowThreads / plan.unit_lanes;
+  const std::int64_t of_group = p.samples * d.D;
   plan.rows_together =
-      p.samples > 0 && d.D <= kRowThreads && p.samples * divide_up(d.D, rows) <= choice.rows_together;
+      p.samples > 0 && of_group <= kRowThreads && divide_up(of_group, rows) <= choice.rows_together;
   plan.rows = {plan.rows_together        ? p.groups
                : tree.spatial_units == 1 ? 0
                                          : divide_up(p.samples * p.channels, rows),
@@ -236,8 +249,6 @@ std::vector<Plan> legal_plans(const Problem& problem, const DeviceInfo& device) 
   for (const int warps : {0, 1, 2, 4, 8, 16}) add({.on_chip = {.warps = warps}});
   for (const int warps : {1, 4}) add({.on_chip = {.warps = warps, .units = 2}});
   for (const int warps : {1, 2}) add({.warps = warps, .on_chip = {.warps = 0}});
-  for (const int leaves : {2, kFullLeaves})
-    for (const int warps : {2, kLeafWarps}) add({.warps = warps, .leaves = leaves, .on_chip = {.warps = 0}});
   for (const int channels : {4, 32, 256})
     for (const int lanes : {4, 32})
       add({.column_channels = channels,
@@ -282,7 +293,7 @@ std::ostream& operator<<(std::ostream& out, const Plan& p) {
         << " x " << p.apply.lanes << " x " << p.apply.rows << " rows";
   else
     out << "contiguous: " << p.runs.warps << " warps, " << p.runs.leaves_per_unit << " leaves a unit, "
-        << p.runs.full_leaves << " full leaves a warp";
+        << (p.runs.full_leaves ? "full leaves" : "leaves");
   for (const auto& [name, chip] : {std::pair{"forward", p.forward_on_chip}, {"backward", p.backward_on_chip}})
     if (chip.cluster > 0) {
       out << ", " << name << " on chip by " << chip.cluster << " blocks of " << chip.warps << " warps, ";

@@ -42,9 +42,9 @@ struct Launch {
 
 // contiguous: a warp evaluates a leaf, and neighbouring warps a unit's.
 struct Runs {
-  int warps = 0;            // of a block
-  int leaves_per_unit = 1;  // a power of two that divides warps
-  int full_leaves = 0;      // when every unit is one full block of values: that many by a warp; else 0
+  int warps = 0;             // of a block
+  int leaves_per_unit = 1;   // a power of two that divides warps
+  bool full_leaves = false;  // every unit is a leaf of one full block
 
   bool operator==(const Runs&) const = default;
 };
@@ -97,7 +97,7 @@ struct Plan {
   Columns sum_columns;
   Sweep apply;
   Sweep gradient;
-  int unit_lanes = 1;          // backward: threads along the units of a channel, 8 units each
+  int unit_lanes = 1;          // backward: threads along the units of a channel, kUnitsOfThread each
   bool rows_together = false;  // backward: one launch from the units' sums to means and parameter gradients
   bool overlap = false;        // programmatic dependent launch
 
@@ -137,15 +137,17 @@ constexpr int kMaxOnChipUnits = 4;
 constexpr int kFoldItems = 1024;  // nodes that a block merges
 constexpr int kFoldThreads = 256;
 constexpr int kLeafWarps = 4;        // contiguous: at most, of a block that reduces
-constexpr int kFullLeaves = 4;       // contiguous: leaves of one full block that a warp evaluates together
-constexpr int kNodesOfLeaf = 40;     // places of its lanes' nodes in shared memory
 constexpr int kColumnThreads = 256;  // channels_last: at most, of a block
 constexpr int kTileThreads =
     256;  // contiguous: of a block of an element-wise sweep, four vectors each: fewer leave
-constexpr int kTileVectors = 4;    // what a thread does once dearer than its elements
-constexpr int kColumnWidth = 4;    // channels_last: channels of a thread, but for the statistics
-constexpr int kUnitsOfThread = 8;  // backward: of a channel, merged by one thread
-constexpr int kRowThreads = 256;   // backward: of a block that makes rows
+constexpr int kTileVectors = 4;     // what a thread does once dearer than its elements
+constexpr int kColumnWidth = 4;     // channels_last: channels of a thread, but for the statistics
+constexpr int kUnitsOfThread = 16;  // backward: of a channel, merged by one thread
+constexpr int kRowThreads = 256;    // backward: of a block that makes rows
+
+// channels_last: the threads of an SM that the registers of the kernels that reduce are for.
+constexpr int statistics_threads(int width) { return width == 8 ? 512 : 640; }
+constexpr int sums_threads(int bytes) { return bytes == 8 ? 384 : 512; }  // of a value of x and one of dy
 
 // Workspaces depend on the problem alone.
 struct ForwardWorkspace {

@@ -74,7 +74,7 @@ std::int64_t slab_on_chip(const Problem& p, const Tree& tree, int width) {
 }
 
 // channels_last: as few units a block as one cluster allows.
-OnChip choose_slabs(const Problem& p, const Tree& tree, int width, const DeviceInfo& device,
+OnChip choose_slabs(const Problem& p, const Tree& tree, int width, bool backward, const DeviceInfo& device,
                     const OnChipChoice& choice) {
   // A thread keeps one micro-batch, which is a leaf of up to 8192 positions.
   if (choice.warps == 0 || tree.leaf_positions != kMicroBatchRows || tree.channel_units != 1 ||
@@ -91,11 +91,13 @@ OnChip choose_slabs(const Problem& p, const Tree& tree, int width, const DeviceI
          (cluster() > device.largest_cluster || warps() < wanted))
     chip.units *= 2;
   if (cluster() > device.largest_cluster || warps() > kMaxOnChipWarps) return {};
-  // us of H200, 2026-11-30, bf16, forward and forward + backward, by these blocks and by the sweeps. 10 to 16
-  // warps: sdxl-640x64 20.1, 52 and 19.1, 48; sdxl-1920x32 19.2, 45 and 18.9, 43; unet3d-1024 21.5, 49 and
-  // 21.6, 45; but sd15-320x64, of 5 MiB, 11.4, 33 and 17.3, 37. 5 warps: sdxl-2560x32 17.5, 42 and 18.6, 47.
+  // us of H200, 2026-12-01, bf16, by these blocks and by the sweeps. 5 warps: sdxl-1280x32 forward 9.1, 13.2,
+  // backward 13.5, 16.2; sdxl-2560x32 15.7, 17.5 and 24.3, 23.1. 10 to 16 warps: sdxl-640x64 18.5, 17.3 and
+  // 32.4, 22.8; sdxl-1920x32 18.7, 16.8 and 26.1, 20.2; unet3d-1024 20.4, 18.8 and 26.7, 21.7; sd15-320x64,
+  // of 5 MiB, 11.0, 13.5 and 21.2, 16.5; unet3d-2048, of 2 MiB, 9.3, 16.5 and 10.4, 11.0.
   const std::int64_t bytes = p.elements() * static_cast<std::int64_t>(size_of(p.x));
-  if (choice.warps < 0 && warps() > 8 && bytes > std::int64_t{6} << 20) return {};
+  const std::int64_t most = backward ? (warps() > 8 ? 3 : 8) : (warps() > 8 ? 6 : 12);  // MiB
+  if (choice.warps < 0 && bytes > most << 20) return {};
   chip.cluster = static_cast<int>(cluster());
   chip.warps = static_cast<int>(warps());
   return chip;
@@ -113,10 +115,10 @@ Launch launch_of_slabs(const Problem& p, const OnChip& chip, int width, bool bac
 void choose_on_chip(Plan& plan, const Problem& p, const DeviceInfo& device, const OnChipChoice& choice) {
   const Tree tree = tree_of(p);
   if (p.layout == Layout::channels_last) {
-    plan.forward_on_chip = choose_slabs(p, tree, vector_width(p), device, choice);
+    plan.forward_on_chip = choose_slabs(p, tree, vector_width(p), false, device, choice);
     plan.group = launch_of_slabs(p, plan.forward_on_chip, vector_width(p), false);
     const int width = std::min(vector_width(p), 16 / static_cast<int>(size_of(p.y)));
-    plan.backward_on_chip = choose_slabs(p, tree, width, device, choice);
+    plan.backward_on_chip = choose_slabs(p, tree, width, true, device, choice);
     plan.group_gradient = launch_of_slabs(p, plan.backward_on_chip, width, true);
     return;
   }
