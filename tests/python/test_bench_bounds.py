@@ -49,14 +49,16 @@ def test_a_far_mean_and_no_deviation_are_right() -> None:
     assert expect(torch.full((1, 2, 300), 0.1), 1, eps=1e-30)["y"].value.count_nonzero() == 0
 
 
-def test_half_a_unit_of_zero_is_not_one_of_a_half() -> None:
-    got = torch.tensor([0.0, 1e-8, 2.0**-149])
-    beyond = bounds.beyond_half_unit(got, torch.zeros(3, dtype=torch.float64))
-    assert beyond.tolist() == [0.0, float(got[1]) - 2.0**-25 * 2.0**-26, 2.0**-150]
+def test_the_unit_of_zero_is_the_smallest_number() -> None:
+    zero = torch.zeros(1, dtype=torch.float64)
+    assert bounds.unit(zero, torch.float32).item() == 2.0**-149
+    assert bounds.unit(zero, torch.float16).item() == 2.0**-24
+    got = torch.tensor([0.0, 1e-8])
+    assert bounds.beyond_half_unit(got, zero).tolist() == [0.0, float(got[1]) - 2.0**-51]
 
 
 def test_the_bounds_are_those_of_the_manual() -> None:
-    """Of two values -1 and 1 with weight 4 and bias 1: |weight x^| = 4, so 8 (10, 18) of 4 and 2 of weight."""
+    """Of two values -1 and 1 with weight 4 and bias 1: |weight x^| = 4: 8 (10, 18) of 4, 2 of weight."""
     x, dy = torch.tensor([[[-1.0, 1.0]]]), torch.tensor([[[3.0, 0.5]]])
     weight, bias = torch.tensor([4.0]), torch.tensor([1.0])
     for activation, units in (("none", 40), ("relu", 48), ("silu", 81.2)):
