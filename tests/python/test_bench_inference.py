@@ -213,7 +213,8 @@ def test_each_row_is_in_the_file_as_soon_as_it_is_measured(blocks, monkeypatch, 
     if stop is MemoryError:
         assert run(tmp_path, status=1)["rows"][1]["error"] == "MemoryError: "
     else:
-        pytest.raises(SystemExit, run, tmp_path)
+        with pytest.raises(SystemExit):
+            run(tmp_path)
 
 
 def test_a_termination_is_as_ctrl_c_and_the_handler_is_put_back(blocks, monkeypatch, tmp_path) -> None:
