@@ -7,12 +7,11 @@ import math
 from dataclasses import asdict, dataclass
 
 from ..report import PASSES, format_us
-from .results import ERRORS, PASS_NAMES, Results, Row, arms_of, table_slug
+from .results import ERRORS, LAYOUTS, PASS_NAMES, Results, Row, arms_of, table_slug
 
 # Readable on white and on black.
 COLOURS = ("#2b7bba", "#d9731a", "#3f9142", "#a05bb5", "#8c6d31", "#7f7f7f")
 MARKERS = ("o", "s", "^", "D", "v", "P")
-LAYOUTS = ("contiguous", "channels_last")
 ALLOWED = {"error_y": 8, "error_dx": 16}  # docs/numerics.md, without an activation
 
 

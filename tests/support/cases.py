@@ -16,7 +16,7 @@ _spec = importlib.util.spec_from_file_location(
 _module = importlib.util.module_from_spec(_spec)
 sys.modules[_spec.name] = _module  # dataclasses look their module up
 _spec.loader.exec_module(_module)
-Case, DTYPES = _module.Case, _module.DTYPES
+Case, DTYPES, small_cases = _module.Case, _module.DTYPES, _module.small_cases
 
 
 def read_cases(path: Path = FILE) -> list[Case]:

@@ -13,7 +13,7 @@ def signed(of: dict | None, unit: float = 1.0) -> str:
     if of is None:
         return "–"
     if not of["half_width"]:
-        return f"{of['mean'] / unit:.4g}"
+        return f"{of['mean'] / unit:.3f}"
     half = of["half_width"] / unit
     digits = 3 if half < 0.01 else 2 if half < 1 else 1
     return f"{of['mean'] / unit:.{digits}f} ± {half:.{digits}f}"
