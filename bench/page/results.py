@@ -221,9 +221,9 @@ class Results:
 
     @property
     def tables(self) -> list[tuple[str, str, str]]:
-        """Each (device, dtype, activation set) that was measured."""
-        seen = {row.table for row in self.rows}
-        return sorted(seen, key=lambda of: (of[0], DTYPES.index(of[1]), of[2] != "none"))
+        """Each (device, dtype, activation set) that was measured, GPUs first."""
+        on_cpu = {row.table: row.run.on_cpu for row in self.rows}
+        return sorted(on_cpu, key=lambda of: (on_cpu[of], of[0], DTYPES.index(of[1]), of[2] != "none"))
 
     def of_table(self, table: tuple[str, str, str]) -> list[Row]:
         return [row for row in self.rows if row.table == table]

@@ -74,6 +74,7 @@ def test_a_cpu_has_a_section_of_its_own(root: Path) -> None:
     assert "- Forward: eager is faster than ours in 1 of 1, up to 2 times: one-32x96-nchw.\n" in section
     assert "- Forward + backward, worst error of dx: ours 2.5, eager inf.\n" in section
     assert re.findall(r"\(performance/(.*)\.png\)", section) == ["some-cpu-fp32-none-contiguous"]
+    assert page.index("\n## Some GPU") < page.index("\n## Some CPU")
     assert "- *On a CPU*: time is the wall time" in page
     cells = line_of(page, "2")
     assert cells[3:] == ["torch 2.11.0", "40", "2 of 2", "finished"]  # no driver
