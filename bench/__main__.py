@@ -109,7 +109,10 @@ def require_gpu() -> None:
             import steadynorm  # noqa: F401
 
             return
-        message = "bench: needs a CUDA GPU that PyTorch can use, got none (--list and --help work without)"
+        message = (
+            "bench: needs a CUDA GPU that PyTorch can use, got none (--list and --help work without; of a CPU: "
+            "python -m steadynorm bench --cases all --device cpu)"
+        )
     except ImportError as error:
         message = f"bench: needs PyTorch and the installed package, got: {error}"
     print(message, file=sys.stderr)

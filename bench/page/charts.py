@@ -111,6 +111,15 @@ def figures(results: Results) -> list[Figure]:
     return made
 
 
+def y_ticks(limits: tuple[float, float]) -> list[float]:
+    """Powers of 10; of less than two decades also twice and five times them."""
+    low, high = limits
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1, 2, 5) if high < 100 * low else (1,)
+    every = (step * 10.0**decade for decade in decades for step in steps)
+    return [value for value in every if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
+
+
 def tick_text(value: float) -> str:
     return f"{value:g}" if 1e-3 <= value < 1e4 else f"{value:.0e}".replace("e+0", "e")
 

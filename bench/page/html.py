@@ -11,7 +11,7 @@ from pathlib import Path
 from ..output import format_us
 from . import inference
 from .bars import svg as bars_svg
-from .charts import Chart, Figure, sizes, tick_text
+from .charts import Chart, Figure, sizes, tick_text, y_ticks
 from .results import PASS_NAMES, Results, Row, arms_of, commit
 from .steps import Step
 
@@ -40,11 +40,12 @@ def mark(shape: str, x: float, y: float, size: float, colour: str, told: str) ->
     return f'<path class="mark" d="{paths[shape]}" fill="{colour}" transform="{place}">{title}</path>'
 
 
-def ticks(low: float, high: float, base: int) -> Iterator[float]:
-    value = float(base) ** math.ceil(math.log(low, base) - 1e-9)
+def x_ticks(limits: tuple[float, float]) -> Iterator[float]:
+    """Powers of 2, of which one is the lower limit."""
+    value, high = limits
     while value <= high * (1 + 1e-9):
         yield value
-        value *= base
+        value *= 2
 
 
 def svg(chart: Chart, styles: dict[str, tuple[str, str]]) -> str:
@@ -67,13 +68,13 @@ def svg(chart: Chart, styles: dict[str, tuple[str, str]]) -> str:
         f'<text class="quiet" transform="translate(14 {HEIGHT // 2}) rotate(-90)" text-anchor="middle">'
         f"{escape(chart.y_label)}</text>",
     ]
-    for value in ticks(*chart.x_range, 2):
+    for value in x_ticks(chart.x_range):
         x = number(at_x(value))
         parts.append(f'<path class="grid" d="M{x} {TOP}V{HEIGHT - BOTTOM}"/>')
         parts.append(
             f'<text x="{x}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{tick_text(value)}</text>'
         )
-    for value in ticks(*chart.y_range, 10):
+    for value in y_ticks(chart.y_range):
         y = at_y(value)
         parts.append(f'<path class="grid" d="M{LEFT} {number(y)}H{WIDTH - RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{number(y + 4)}" text-anchor="end">{tick_text(value)}</text>')

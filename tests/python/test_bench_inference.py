@@ -218,8 +218,12 @@ def test_each_row_is_in_the_file_as_soon_as_it_is_measured(blocks, monkeypatch, 
 
 
 def test_a_termination_is_as_ctrl_c_and_the_handler_is_put_back(blocks, monkeypatch, tmp_path) -> None:
+    def terminated(*_) -> None:
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+        os.kill(os.getpid(), signal.SIGTERM)
+
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(inference, "measure", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(inference, "measure", terminated)
     assert run(tmp_path, status=130)["stopped"] == "interrupted after 0 of 2"
     assert signal.getsignal(signal.SIGTERM) is before
 

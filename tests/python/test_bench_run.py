@@ -85,6 +85,7 @@ def test_bad_options_are_one_sentence(capsys, arguments: str, sentence: str) -> 
 ])  # fmt: skip
 def test_what_is_done_and_how_long_it_takes_is_told_first(monkeypatch, tmp_path, capsys, peers, told) -> None:
     def interrupted(options, jobs, head, path, deadline) -> int:
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
         os.kill(os.getpid(), signal.SIGTERM)
         return 0
 

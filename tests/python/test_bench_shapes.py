@@ -195,6 +195,11 @@ def test_a_named_case_has_its_name_in_its_row_and_the_budget_keeps_rows(
     assert "rows-512, 64x512, 32 groups" in told.out and " left" in told.err
 
 
+def test_a_copied_tree_names_its_commit(tmp_path: Path) -> None:
+    rows_of(tmp_path, "--pass", "forward", "--commit", "0123abc")
+    assert json.loads((tmp_path / "out.json").read_text())["commit"] == "0123abc"
+
+
 def test_nothing_starts_after_the_budget(tmp_path: Path, capsys) -> None:
     assert rows_of(tmp_path, "--budget", "1e-9") == []
     assert "bench: the budget of 1e-09 s was spent after 0 of 2" in capsys.readouterr().err

@@ -341,6 +341,22 @@ def test_an_axis_ends_at_powers(low: float, high: float, base: int, limits: tupl
     assert charts.powers(low, high, base) == pytest.approx(limits)
 
 
+@pytest.mark.parametrize(
+    ("limits", "ticks"),
+    [
+        ((0.1, 1e4), [0.1, 1, 10, 100, 1000, 1e4]),
+        ((1.0, 200.0), [1, 10, 100]),
+        ((10.0, 200.0), [10, 20, 50, 100, 200]),
+    ],
+)
+def test_an_axis_has_labels_enough(limits: tuple[float, float], ticks: list[float]) -> None:
+    assert charts.y_ticks(limits) == pytest.approx(ticks)
+    chart = charts.Chart("t", "y", (1.0, 4.0), limits, {}, None, "")
+    drawn = re.findall(r'text-anchor="end">([^<]*)<', html.svg(chart, {}))
+    assert drawn == [charts.tick_text(value) for value in ticks]
+    assert re.findall(r'text-anchor="middle">([\d.]+)<', html.svg(chart, {})) == ["1", "2", "4"]
+
+
 def test_a_picture_is_the_same_each_time_and_has_no_date(root: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     put(root, "a.json", lost_and_won())

@@ -46,7 +46,7 @@ columns:
   rung       what served our call
   format     of y: kept, or restored by a copy that the time includes, or lost
 
-exit status: 0 done, 1 our arm failed, 2 bad options, 130 interrupted; what was measured is written
+exit status: 0 done, 1 our arm or writing failed, 2 bad options, 130 interrupted; what was measured is written
 """
 
 
@@ -133,6 +133,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--budget", type=above_zero("seconds"), default=math.inf, metavar="SECONDS",
         help="start nothing after this")  # fmt: skip
     add("--json", type=writable, metavar="FILE", help="write every number there too")
+    add("--commit", help="the commit to record, where no repository tells (a copied tree)")
     add("--plot", type=picture, metavar="FILE", help="draw the times: a .png or .svg; needs matplotlib")
     options = parser.parse_args(arguments)
     if options.cases:
@@ -325,7 +326,7 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     jobs = jobs_of(options)
     began = time.monotonic()
-    head = {**machine.head(options.device), "threads": torch.get_num_threads()}
+    head = {**machine.head(options.device, options.commit), "threads": torch.get_num_threads()}
     print(plan(options, jobs, head["device"]), flush=True)
     told = f"{head['device']}, torch {torch.__version__}"
     rows: list[dict] = []
