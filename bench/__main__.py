@@ -110,8 +110,8 @@ def require_gpu() -> None:
 
             return
         message = (
-            "bench: needs a CUDA GPU that PyTorch can use, got none (--list and --help work without; of a CPU: "
-            "python -m steadynorm bench --cases all --device cpu)"
+            "bench: needs a CUDA GPU that PyTorch can use, got none (--list and --help work without; for a "
+            "CPU: python -m steadynorm bench --cases all --device cpu)"
         )
     except ImportError as error:
         message = f"bench: needs PyTorch and the installed package, got: {error}"

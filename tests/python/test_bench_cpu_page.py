@@ -112,7 +112,7 @@ def test_the_command_on_the_page_measures_the_same_calls(root: Path) -> None:
     put(root, "cpu-some.json", cpu_results(*own))
     (first, _) = shapes.jobs_of(shapes.parse(command()))
     assert (first.shape, first.groups, first.layout) == ((2, 8, 5, 5), 8, "channels_last")
-    assert line_of(texts(root)["performance.md"].split("### Forward +")[0], "2x8x5x5, 8 groups")
+    assert texts(root)["performance.md"].count("| 2x8x5x5, 8 groups |") == 2
     # All cases that are named where none is given.
     all_of = ["--cases", "all", "--device", "cpu", "--pass", "forward", "--dtype", "fp32", "--peers", "eager"]
     rows = [
