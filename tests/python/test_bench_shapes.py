@@ -195,6 +195,31 @@ def test_a_named_case_has_its_name_in_its_row_and_the_budget_keeps_rows(
     assert "rows-512, 64x512, 32 groups" in told.out and " left" in told.err
 
 
+def test_without_a_checkout_there_are_no_cases(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(shapes.provenance, "repository", lambda: None)
+    with pytest.raises(SystemExit):
+        bench.main(["--cases", "all"])
+    told = "bench: --cases: needs a checkout, which has cases/cases.csv, got none\n"
+    assert capsys.readouterr().err == told
+
+
+def test_times_have_three_digits_from_microseconds_to_seconds() -> None:
+    assert [output.format_us(us) for us in (0.04, 999.94, 1000.0, 999.4e3, 999.6e3, 12.34e6)] == [
+        "0.0 us", "999.9 us", "1 ms", "999 ms", "1 s", "12.3 s",
+    ]  # fmt: skip
+
+
+def test_a_picture_that_cannot_be_written_is_told(monkeypatch, tmp_path: Path, capsys) -> None:
+    def full(*_) -> None:
+        raise OSError(28, "no space")
+
+    monkeypatch.setattr(shapes, "picture", shapes.writable)
+    monkeypatch.setattr(shapes, "draw", full)
+    (row,) = rows_of(tmp_path, "--pass", "forward", "--plot", str(tmp_path / "a.png"), status=1)
+    assert "median_us" in row["arms"]["ours"]
+    assert f"bench: {tmp_path / 'a.png'} could not be written: no space\n" in capsys.readouterr().err
+
+
 def test_a_copied_tree_names_its_commit(tmp_path: Path) -> None:
     rows_of(tmp_path, "--pass", "forward", "--commit", "0123abc")
     assert json.loads((tmp_path / "out.json").read_text())["commit"] == "0123abc"

@@ -234,7 +234,7 @@ def test_a_disk_that_is_full_ends_no_measurement(monkeypatch, tmp_path, capsys) 
     assert step.main([*SHORT, *arguments]) == 1
     told = capsys.readouterr()
     assert f"bench: {path} could not be written: No space left on device" in told.err
-    assert [line.split()[:2] for line in told.out.splitlines() if line.startswith("ours ")] == [["ours", "5"]]
+    assert [line.split()[:2] for line in told.out.splitlines() if line.startswith("ours ")] == [["ours", "5.000"]]
     assert "wrote" not in told.out
 
 
@@ -254,6 +254,32 @@ def test_losses_that_are_no_numbers_are_words_in_the_file(monkeypatch, tmp_path,
     assert status == 0 and found["scales"][0]["losses"]["relative_last"] == "nan"
     assert "NaN" not in path.read_text(encoding="utf-8")
     assert "nan apart (relative) at step 2" in capsys.readouterr().out
+
+
+def test_a_scale_without_memory_leaves_the_next_to_be_measured(monkeypatch, tmp_path, capsys) -> None:
+    training = step_run.Training
+
+    def short(scale: Scale, device: torch.device) -> Training:
+        if scale.number == 5:
+            raise torch.OutOfMemoryError("no 9 GiB")
+        return training(scale, device)
+
+    monkeypatch.setattr(Training, "timed_step", lambda self: (5.0, None))
+    monkeypatch.setattr(step_run, "Training", short)
+    status, found = run(tmp_path / "a.json", "--scales", "5,4", "--arms", "ours", "--parts", "time")
+    assert (status, found["stopped"]) == (1, None)
+    first, second = (scale["arms"]["ours"] for scale in found["scales"])
+    assert first["error"] == "OutOfMemoryError: no 9 GiB" and second["step_ms"] == [5.0] * 6
+    assert "scale 5 left out: no 9 GiB" in capsys.readouterr().out
+
+
+def test_parts_that_lack_an_arm_are_told(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(Training, "timed_step", lambda self: (5.0, None))
+    status, found = run(tmp_path / "a.json", "--arms", "stock,ours", "--parts", "time,losses,trace")
+    assert status == 0 and not {"losses", "trace"} & found["scales"][0].keys()
+    told = capsys.readouterr().out
+    for part in ("losses", "trace"):
+        assert f"{part} left out: it needs ours_fp32\n" in told
 
 
 def test_replicates_take_turns_and_differences_are_paired(monkeypatch, tmp_path) -> None:

@@ -56,9 +56,9 @@ def destination(path: Path) -> str:
 
 
 def format_us(us: float) -> str:
-    if us < 1000:
+    if us < 1e3:
         return f"{us:.1f} us"
-    return f"{us / 1000:.3g} ms"
+    return f"{us / 1e3:.3g} ms" if us < 999.5e3 else f"{us / 1e6:.3g} s"
 
 
 def format_seconds(seconds: float) -> str:

@@ -377,7 +377,11 @@ def main(arguments: list[str]) -> int:
     saved = save(stopped)
     timed = [(job, row) for job, row in zip(jobs, rows, strict=False) if "arms" in row]
     if options.plot and timed:
-        draw(options.plot, told, *map(list, zip(*timed, strict=True)))
+        try:
+            draw(options.plot, told, *map(list, zip(*timed, strict=True)))
+        except OSError as error:
+            print(f"bench: {options.plot} could not be written: {error.strerror}", file=sys.stderr)
+            saved = False
     if stopped and stopped.startswith("interrupted"):
         return 130
     return 1 if not saved or any("error" in row or "error" in row["arms"]["ours"] for row in rows) else 0

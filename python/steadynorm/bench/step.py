@@ -151,9 +151,14 @@ def measure(options: argparse.Namespace, chosen: list[Scale], results: list[dict
     for scale in chosen:
         results.append(new_result(scale, options.arms))
         tell(step_report.title(results[-1]))
-        for part in Measured(scale, of_run, results[-1], tell).run():
-            summarise(results[-1])
-            save(f"not finished, {part} of scale {scale.number} done")
+        try:
+            for part in Measured(scale, of_run, results[-1], tell).run():
+                summarise(results[-1])
+                save(f"not finished, {part} of scale {scale.number} done")
+        except torch.OutOfMemoryError as error:  # of what all arms share: the next scale may fit
+            tell(f"scale {scale.number} left out: {error}")
+            for of in results[-1]["arms"].values():
+                of.setdefault("error", output.failure(error)["error"])
         release(options.device)
     if "processes" in options.parts:
         repeat(chosen, of_run, results, tell)

@@ -150,11 +150,8 @@ class Measured:
         found = {}
         with deterministic():
             for arm in arms:
-                if arm in self.serving:
-                    found[arm] = self.attempt(
-                        arm, lambda arm=arm: step_bits.losses(self.training, arm, count)
-                    )
-        if all(found.get(arm) for arm in arms):
+                found[arm] = self.attempt(arm, lambda arm=arm: step_bits.losses(self.training, arm, count))
+        if all(found.values()):
             a, b = (found[arm] for arm in arms)
             apart = [abs(x - y) / (abs(x) or 1.0) for x, y in zip(a, b, strict=True)]
             self.result["losses"] = {
@@ -166,20 +163,24 @@ class Measured:
     def trace(self) -> None:
         """Where two arms first differ."""
         pair = self.options.pair
-        if set(pair) <= set(self.serving):
-            with deterministic():
-                found = self.attempt(pair[1], lambda: step_bits.difference(self.training, pair))
-            if found is not None:
-                self.result["trace"] = found
-                self.tell(f"traced {pair[0]} against {pair[1]}")
+        with deterministic():
+            found = self.attempt(pair[1], lambda: step_bits.difference(self.training, pair))
+        if found is not None:
+            self.result["trace"] = found
+            self.tell(f"traced {pair[0]} against {pair[1]}")
 
     def run(self) -> Iterator[str]:
         """Does each part that is asked for, and gives its name."""
         self.warm_up()
         for part in PARTS[:-1]:
-            if part in self.options.parts:
-                getattr(self, part)()
-                yield part
+            if part not in self.options.parts:
+                continue
+            lacking = sorted(set(self.options.pair) - set(self.serving)) if part in PAIRED_PARTS else []
+            if lacking:
+                self.tell(f"{part} left out: it needs {' and '.join(lacking)}")
+                continue
+            getattr(self, part)()
+            yield part
 
 
 def as_dict(of: Interval) -> dict:
