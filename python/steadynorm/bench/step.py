@@ -101,7 +101,7 @@ def intention(options: argparse.Namespace, chosen: list[Scale], device: str) -> 
         f"step: {', '.join(options.parts)} of a training step on {device}, arms {', '.join(options.arms)}",
         *(step_report.title(new_result(scale, [])) for scale in chosen),
         f"synthetic volume, batch 1, bf16 autocast, channels_last_3d, {options.replicates} replicates of "
-        f"{options.steps} steps",
+        f"{options.steps} {'step' if options.steps == 1 else 'steps'}",
     ]
     if options.device.type == "cpu":
         small = (
