@@ -21,7 +21,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
-# What the options, the list of cases and the page need of it.
-options, output, paired, provenance, step_report = map(
-    load, ("options", "output", "paired", "provenance", "step_report")
+# What the options, the list of cases and the page need of it; the last one reads `output`.
+options, output, paired, provenance, session, step_report = map(
+    load, ("options", "output", "paired", "provenance", "session", "step_report")
 )

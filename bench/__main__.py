@@ -4,25 +4,23 @@
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-import signal
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 from cases import DTYPES, ROOT, Case, read_cases
 
-from . import provenance, report
-from .options import words
+from . import output, provenance, report
+from .options import Parser, above_zero, default_output, words, writable
+from .session import session
 
 ACTIVATION_SETS = ("none", "fused")
 PEERS = ("eager", "inductor", "liger")
+# Of one case, dtype and activation: NVIDIA H200, 2026-11-30, with all passes, alone and beside all peers.
+SECONDS_ALONE, SECONDS_BESIDE = 0.13, 5.0
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m bench",
         description="Times steadynorm beside other implementations on this GPU: device time of a graph "
         "replay with a cold L2, over the time that the minimal bytes take at the copy rate of the same run.",
@@ -46,13 +44,19 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--no-errors", action="store_true", help="do not compare with float64")
     parser.add_argument(
-        "--budget-seconds", type=float, default=float("inf"), help="stop after this and write"
-    )
-    parser.add_argument("--repeat-ms", type=float, default=40.0, help="device time of one graph's repeats")
+        "--budget-seconds", type=above_zero("seconds"), default=float("inf"), metavar="SECONDS",
+        help="stop after this and write",
+    )  # fmt: skip
+    parser.add_argument(
+        "--repeat-ms", type=above_zero("ms"), default=40.0, metavar="MS",
+        help="device time of one graph's repeats (default: 40)",
+    )  # fmt: skip
     parser.add_argument(
         "--no-precompile", action="store_true", help="compile Inductor's code one after the other"
     )
-    parser.add_argument("--output", type=Path, help="default: bench/results/<device>-<tag>.json")
+    parser.add_argument(
+        "--output", type=writable, metavar="FILE", help="default: bench/results/<device>-<tag>.json"
+    )
     parser.add_argument(
         "--tag", default=provenance.today(), help="part of the file's name (default: the date)"
     )
@@ -80,6 +84,16 @@ def activation_of(case: Case, activation_set: str) -> str:
     return "none" if activation_set == "none" else case.activation
 
 
+def intention(options: argparse.Namespace, jobs: int, device: str) -> str:
+    """What will be done, and about how long it takes."""
+    seconds = jobs * (SECONDS_BESIDE if options.peers else SECONDS_ALONE)
+    beside = f"beside {', '.join(options.peers)} (those installed)" if options.peers else "ours and a copy"
+    return (
+        f"bench: {device}: {jobs} times {' and '.join(options.passes)}, {beside}: "
+        f"{output.format_seconds(seconds)} on an NVIDIA H200\n{output.destination(options.output)}"
+    )
+
+
 def list_names(options: argparse.Namespace) -> None:
     for case, dtype, chosen in jobs_of(options):
         for which in options.passes:
@@ -95,7 +109,10 @@ def require_gpu() -> None:
             import steadynorm  # noqa: F401
 
             return
-        message = "bench: needs a CUDA GPU that PyTorch can use, got none (--list and --help work without)"
+        message = (
+            "bench: needs a CUDA GPU that PyTorch can use, got none (--list and --help work without; for a "
+            "CPU: python -m steadynorm bench --cases all --device cpu)"
+        )
     except ImportError as error:
         message = f"bench: needs PyTorch and the installed package, got: {error}"
     print(message, file=sys.stderr)
@@ -106,9 +123,8 @@ def describe(options: argparse.Namespace) -> dict:
     """The head of the file of results."""
     from steadynorm.bench import machine
 
-    shown = {
-        key: value for key, value in vars(options).items() if key not in ("cases", "output", "list", "commit")
-    }
+    unshown = ("cases", "output", "list", "commit")
+    shown = {key: value for key, value in vars(options).items() if key not in unshown}
     shown["budget_seconds"] = None if options.budget_seconds == float("inf") else options.budget_seconds
     cases = [case.name for case in options.cases]
     return {**machine.head("cuda", options.commit), "options": {**shown, "cases": cases}}
@@ -121,26 +137,18 @@ def main() -> int:
         return 0
     require_gpu()
     deadline = time.monotonic() + options.budget_seconds
-    cache = None
-    if (
-        "TORCHINDUCTOR_CACHE_DIR" not in os.environ
-    ):  # of this run alone: no choice of an earlier one is taken over
-        cache = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="steadynorm-bench-")
-    from .run import run
-
-    head = describe(options)
-    path = (
-        options.output or ROOT / "bench" / "results" / f"{provenance.slug(head['device'])}-{options.tag}.json"
-    )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was measured is written
+    head, jobs = describe(options), jobs_of(options)
+    name = f"{provenance.slug(head['device'])}-{options.tag}.json"
+    options.output = options.output or default_output(ROOT / "bench" / "results" / name)
+    print(intention(options, len(jobs), head["device"]), flush=True)
     try:
-        return run(options, jobs_of(options), head, path, deadline)
+        with session():
+            from .run import run
+
+            return run(options, jobs, head, options.output, deadline)
     except KeyboardInterrupt:
         print("bench: interrupted before anything was measured", file=sys.stderr)
         return 130
-    finally:
-        if cache:
-            shutil.rmtree(cache, ignore_errors=True)
 
 
 if __name__ == "__main__":

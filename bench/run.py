@@ -148,7 +148,7 @@ def run(options: argparse.Namespace, jobs: list, head: dict, path: Path, deadlin
                 stopped = f"{case.name} {dtype} {activation}: {output.failure(error)['error']}"
                 bench.our_failures += 1
                 break
-            output.write_json(path, {**head, "stopped": "not finished"}, bench.rows)
+            output.save(path, {**head, "stopped": "not finished"}, bench.rows)
             spent = time.monotonic() - began
             print(
                 f"[{index}/{len(jobs)}] {case.name} {dtype} {activation}: {told}  [{spent:.0f} s]", flush=True
@@ -162,14 +162,15 @@ def run(options: argparse.Namespace, jobs: list, head: dict, path: Path, deadlin
         seconds=round(time.monotonic() - began, 1),
         stopped=stopped,
     )
-    output.write_json(path, head, bench.rows)
+    saved = output.save(path, head, bench.rows)
     shown = [arm for arm in arms.ARMS if arm == "ours" or arm in options.peers]
     print("\n" + report.table(bench.rows, shown, [case.name for case in options.cases]))
     print("\nerror: beyond one rounding, in 2^-24 of the largest term, of the tensors that were timed; "
           "peak: MiB that one forward and backward allocate beyond their operands")  # fmt: skip
     if stopped:
         print(f"stopped early: {stopped}")
-    print(f"wrote {path} ({path.stat().st_size / 1024:.0f} KiB)")
+    if saved:
+        print(f"wrote {path} ({path.stat().st_size / 1024:.0f} KiB)")
     if stopped == "interrupted":
         return 130
-    return 1 if bench.our_failures else 0
+    return 1 if bench.our_failures or not saved else 0

@@ -10,14 +10,10 @@ from pathlib import Path
 from cases import ROOT
 
 from . import bars, charts, html, markdown, pictures, steps
-from .results import read
+from .results import PageError, read
 
 BEGIN = "<!-- Made by `make report` from bench/results: do not edit. -->\n"
 END = "<!-- End of what `make report` made. -->\n"
-
-
-class PageError(Exception):
-    """One sentence: the rule, and what was found."""
 
 
 def with_table(readme: str, table: str) -> str:
@@ -72,11 +68,14 @@ class Page:
         for path, figure in self.pictures.items():
             if str(path.relative_to(self.root)) in old:
                 made[path] = self.draw(figure)
-        for path, content in made.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-        for path in self.left_over():
-            path.unlink()
+        try:
+            for path, content in made.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+            for path in self.left_over():
+                path.unlink()
+        except OSError as error:
+            raise PageError(f"{error.filename} could not be written: {error.strerror}") from error
 
     def stamp(self, figure: charts.Figure | bars.Bars) -> str:
         return bars.stamp(figure) if isinstance(figure, bars.Bars) else pictures.stamp(figure, self.styles)

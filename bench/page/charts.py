@@ -7,12 +7,11 @@ import math
 from dataclasses import asdict, dataclass
 
 from ..report import PASSES, format_us
-from .results import ERRORS, PASS_NAMES, Results, Row, arms_of, table_slug
+from .results import ERRORS, LAYOUTS, PASS_NAMES, Results, Row, arms_of, table_slug
 
 # Readable on white and on black.
 COLOURS = ("#2b7bba", "#d9731a", "#3f9142", "#a05bb5", "#8c6d31", "#7f7f7f")
 MARKERS = ("o", "s", "^", "D", "v", "P")
-LAYOUTS = ("contiguous", "channels_last")
 ALLOWED = {"error_y": 8, "error_dx": 16}  # docs/numerics.md, without an activation
 
 
@@ -110,6 +109,15 @@ def figures(results: Results) -> list[Figure]:
             title = f"{layout}, {dtype}, activation {chosen} ({told})"
             made.append(Figure(table, f"{table_slug(table)}-{layout}", title, tuple(arms), tuple(charts)))
     return made
+
+
+def y_ticks(limits: tuple[float, float]) -> list[float]:
+    """Powers of 10; of less than two decades also twice and five times them."""
+    low, high = limits
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1, 2, 5) if high < 100 * low else (1,)
+    every = (step * 10.0**decade for decade in decades for step in steps)
+    return [value for value in every if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
 
 
 def tick_text(value: float) -> str:

@@ -9,9 +9,10 @@ from html import escape
 from pathlib import Path
 
 from ..output import format_us
+from . import inference
 from .bars import svg as bars_svg
-from .charts import Chart, Figure, sizes, tick_text
-from .results import PASS_NAMES, Results, Row, arms_of
+from .charts import Chart, Figure, sizes, tick_text, y_ticks
+from .results import PASS_NAMES, Results, Row, arms_of, commit
 from .steps import Step
 
 WIDTH, HEIGHT = 520, 270
@@ -39,11 +40,12 @@ def mark(shape: str, x: float, y: float, size: float, colour: str, told: str) ->
     return f'<path class="mark" d="{paths[shape]}" fill="{colour}" transform="{place}">{title}</path>'
 
 
-def ticks(low: float, high: float, base: int) -> Iterator[float]:
-    value = float(base) ** math.ceil(math.log(low, base) - 1e-9)
+def x_ticks(limits: tuple[float, float]) -> Iterator[float]:
+    """Powers of 2, of which one is the lower limit."""
+    value, high = limits
     while value <= high * (1 + 1e-9):
         yield value
-        value *= base
+        value *= 2
 
 
 def svg(chart: Chart, styles: dict[str, tuple[str, str]]) -> str:
@@ -66,13 +68,13 @@ def svg(chart: Chart, styles: dict[str, tuple[str, str]]) -> str:
         f'<text class="quiet" transform="translate(14 {HEIGHT // 2}) rotate(-90)" text-anchor="middle">'
         f"{escape(chart.y_label)}</text>",
     ]
-    for value in ticks(*chart.x_range, 2):
+    for value in x_ticks(chart.x_range):
         x = number(at_x(value))
         parts.append(f'<path class="grid" d="M{x} {TOP}V{HEIGHT - BOTTOM}"/>')
         parts.append(
             f'<text x="{x}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{tick_text(value)}</text>'
         )
-    for value in ticks(*chart.y_range, 10):
+    for value in y_ticks(chart.y_range):
         y = at_y(value)
         parts.append(f'<path class="grid" d="M{LEFT} {number(y)}H{WIDTH - RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{number(y + 4)}" text-anchor="end">{tick_text(value)}</text>')
@@ -136,15 +138,48 @@ def row_line(row: Row, arms: list[str]) -> str:
 INTRODUCTION = """
 Device time of a graph's replay with a cold L2. Floor: the least bytes at the copy rate of the same run.
 Error: the worst of y (forward) or dx (forward + backward) against float64 beyond one rounding, in 2⁻²⁴ of
-the largest term. Peak: what a forward and a backward allocate. docs/performance.md tells how each is
-measured, and the command that repeats it. Shaded: the fastest of a row. Point at a mark to read it; press
-a column's title to sort.
+the largest term. Peak: what a forward and a backward allocate. On a CPU: wall time of a call, caches as the
+calls leave them. docs/performance.md tells more of how each is measured; the commands repeat it, in a
+checkout of the commit, after `make build`. Shaded: the fastest of a row. Point at a mark to read it; press a
+column's title to sort.
 """
+
+
+def commands(*lines: str) -> str:
+    return f"<pre>{escape(chr(10).join(lines))}</pre>"
+
+
+def sorted_table(head: list[tuple[str, bool]], lines: list[str]) -> str:
+    """`head`: each column's title, and whether it holds words; `lines`: the rows."""
+    titles = "".join(
+        f"<th{WORD if word else ''}><button>{escape(title)}</button></th>" for title, word in head
+    )
+    body = "\n".join(lines)
+    return f'<div class="table"><table><thead><tr>{titles}</tr></thead><tbody>\n{body}</tbody></table></div>'
+
+
+def network_parts(results: Results) -> list[str]:
+    """Whole networks: one table of all files."""
+    if not results.inference:
+        return []
+    told, lines = [], []
+    for data in results.inference.values():
+        told.append(inference.command(data))
+        measured = f"{data['device']}, {data['date']}, commit {commit(data)}"
+        for row in data["rows"]:
+            texts = [text.strip("*") for text in inference.cells(row)]
+            cells = [cell(text, kind="word") for text in texts[: inference.WORDS]]
+            for text in texts[inference.WORDS :]:
+                cells.append(cell(text) if text == "–" else cell(text, float(text.split(" ")[0])))
+            lines.append(f"<tr>{''.join(cells)}{cell(measured, kind='word')}</tr>")
+    head = [(title, i < inference.WORDS) for i, title in enumerate(inference.HEAD)] + [("measured", True)]
+    introduction = escape(inference.INTRODUCTION.replace("`", "").replace("*", ""))
+    return [f"<h2>Networks</h2><p>{introduction}</p>{commands(*told)}", sorted_table(head, lines)]
 
 
 def step_parts(step: Step) -> list[str]:
     """A step's section: where its time goes, drawn, and its sentences."""
-    parts = [f"<h2>{escape(step.title)}</h2><p>{escape(step.introduction)}</p>"]
+    parts = [f"<h2>{escape(step.title)}</h2><p>{escape(step.introduction)}</p>{commands(step.command)}"]
     for scale in step.scales:
         if scale.bars:
             parts.append(f"<h2>{escape(scale.bars.title)}</h2>{bars_svg(scale.bars)}")
@@ -157,10 +192,6 @@ def page(
     results: Results, figures: list[Figure], styles: dict[str, tuple[str, str]], steps: list[Step]
 ) -> str:
     arms = arms_of(results.rows)
-    head = "".join(
-        f"<th{WORD if word else ''}><button>{escape(title)}</button></th>" for title, word in columns(arms)
-    )
-    body = "\n".join(row_line(row, arms) for row in results.rows)
     parts = [
         "<!DOCTYPE html>",
         "<!-- SPDX-License-Identifier: Apache-2.0 -->",
@@ -169,16 +200,18 @@ def page(
         f"<title>steadynorm: performance</title><style>{STYLE}</style></head><body>",
         f"<h1>steadynorm: performance</h1><p>{INTRODUCTION}</p>",
     ]
-    for step in steps:
-        parts += step_parts(step)
+    shown = [f"{run.command}   # {run.told}" for run in results.runs if results.shown(run)]
+    parts.append(f"<h2>GroupNorm alone</h2>{commands(*shown)}")
     for figure in figures:
         drawn = "".join(svg(chart, styles) for chart in figure.charts)
         parts.append(f"<h2>{escape(figure.title)}</h2>{legend(figure.arms, styles)}")
         parts.append(f'<div class="charts">{drawn}</div>')
+    for step in steps:
+        parts += step_parts(step)
     parts += [
-        '<h2>Every row</h2><div class="table"><table>',
-        f"<thead><tr>{head}</tr></thead><tbody>",
-        f"{body}</tbody></table></div>",
+        *network_parts(results),
+        "<h2>GroupNorm alone: every row</h2>",
+        sorted_table(columns(arms), [row_line(row, arms) for row in results.rows]),
         f"<script>{SCRIPT}</script></body></html>",
     ]
     return "\n".join(parts) + "\n"

@@ -18,17 +18,32 @@ HEAD = (
 WORDS = 5  # columns of text
 
 
+def command(data: dict) -> str:
+    """The command that measures the same again."""
+    return f".venv/bin/python -m steadynorm bench inference --replicates {data['replicates']}"
+
+
 def told_by(file: str, data: dict, commit: str) -> str:
     """Where a file's numbers come from, and the command that measures them again."""
     end = f"; {data['stopped']}" if data["stopped"] else ""
     return (
         f"{data['device']}, {data['date']}, commit {commit}, torch {data['versions']['torch']}, "
         f"{data['replicates']} replicates{end} ([{file}](../bench/results/{file})). After `make build` "
-        f"`.venv/bin/python -m steadynorm bench inference --replicates {data['replicates']}` repeats it"
+        f"`{command(data)}` repeats it"
     )
 
 
 def cells(row: dict) -> list[str]:
+    if "error" in row:
+        shape = "×".join(map(str, row["shape"]))
+        return [
+            row["network"],
+            shape,
+            row["layout"],
+            "**failed**",
+            row["error"],
+            *["–"] * (len(HEAD) - WORDS),
+        ]
     stock, ours = row["arms"]["stock"], row["arms"]["ours"]
     count = len(ours["samples_ms"])
     saved = Interval(row["saved_ms"], row["saved_half_width_ms"], count)

@@ -9,7 +9,7 @@ from ..output import format_us
 from ..report import PASSES
 from . import inference
 from .charts import Figure
-from .results import ERRORS, OURS, PASS_NAMES, Results, Row, arms_of, commit
+from .results import ERRORS, OURS, PASS_NAMES, Results, Row, Run, arms_of, commit, reading
 from .steps import Step, StepScale
 
 # README's rows: both layouts, from large to small, some of them lost.
@@ -17,7 +17,11 @@ REPRESENTATIVE = (
     "unet3d-64", "vae-256x512-nhwc", "unet3d-512", "sdxl-1280x32", "sd15-1280x8",
     "video-vae", "liger-d", "vae-512x128-nchw", "monai-128", "liger-a",
 )  # fmt: skip
-README_DTYPE, README_SET = "bf16", "none"
+REPRESENTATIVE_CPU = (
+    "unet3d-512", "sdxl-1280x32", "vae-512x128-nhwc", "vae-512x128-nchw", "liger-e", "monai-128",
+    "one-32x96-nchw", "resnet-64x56-nchw", "resnet-64x56-nhwc", "rows-512",
+)  # fmt: skip
+README_DTYPE, README_DTYPE_CPU, README_SET = "bf16", "fp32", "none"
 
 INTRODUCTION = """\
 <!-- SPDX-License-Identifier: Apache-2.0 -->
@@ -46,6 +50,11 @@ sorts: [performance.html](performance/performance.html), to download and open.
   activation included.
 - *Rung*: what served our call; bold where it was not the native kernel. Bold time: the fastest of the
   row.
+"""
+
+ON_CPU = """\
+- *On a CPU*: time is the wall time of a call in a loop of them, caches as the calls leave them; *forward* is
+  without gradients; the copy is one of 256 MiB by PyTorch. Tensors that caches hold can be faster than it.
 """
 
 
@@ -91,12 +100,12 @@ def rung_of(row: Row) -> str:
 def against(peer: str, rows: list[Row]) -> str:
     """How one peer does on these rows of one pass: where it is faster comes first."""
     both = [row for row in rows if peer in row.times and OURS in row.times]
-    ratio = {row.case: row.times[peer] / row.times[OURS] for row in both}
-    wins = sorted((row for row in both if ratio[row.case] < 1), key=lambda row: ratio[row.case])
-    losses = [ratio[row.case] for row in both if ratio[row.case] >= 1]
+    ratios = sorted((row.times[peer] / row.times[OURS], row.case) for row in both)
+    wins = [of for of in ratios if of[0] < 1]
+    losses = [ratio for ratio, _ in ratios if ratio >= 1]
     if wins:
-        best = figure_of(1 / ratio[wins[0].case])
-        names = ", ".join(row.case for row in wins)
+        best = figure_of(1 / wins[0][0])
+        names = ", ".join(case for _, case in wins)
         text = f"{peer} is faster than ours in {len(wins)} of {len(both)}, up to {best} times: {names}"
         return text + (f"; in the others up to {figure_of(max(losses))} times slower" if losses else "")
     if not losses:
@@ -137,27 +146,29 @@ def outcome(rows: list[Row]) -> list[str]:
 def runs_table(results: Results) -> str:
     lines = []
     for run in results.runs:
-        start, end = (run.head.get(f"copy_bytes_per_second{at}") for at in ("", "_end"))
-        rate = " to ".join(f"{rate / 1e12:.2f}" for rate in (start, end) if rate)
-        versions = run.head["versions"]
-        named = [f"driver {run.head['driver']}"] + [
-            f"{name} {versions[name]}" for name in ("torch", "triton", "liger-kernel") if versions.get(name)
+        versions = {"driver": run.head["driver"], **run.head["versions"]}
+        named = [
+            f"{name} {versions[name]}"
+            for name in ("driver", "torch", "triton", "liger-kernel")
+            if versions.get(name)
         ]
         lines.append(
-            (run.number, f"[{run.file}](../bench/results/{run.file})", run.told, ", ".join(named), rate,
-             f"{results.shown(run)} of {run.measured}", run.head["stopped"] or "finished")
+            (run.number, f"[{run.file}](../bench/results/{run.file})", run.told, ", ".join(named),
+             run.copy_told, f"{results.shown(run)} of {len(run.rows)}", run.head["stopped"] or "finished")
         )  # fmt: skip
-    head = ("run", "file", "device, date, commit", "versions", "copy, TB/s", "rows shown", "end")
+    head = ("run", "file", "device, date, commit", "versions", "copy, GB/s", "rows shown", "end")
     return table(head, lines, 4)
 
 
 def repeat(results: Results) -> str:
     commands = [f"{run.command}   # run {run.number}" for run in results.runs if results.shown(run)]
     lines = ["```sh", *commands, *["make test-gpu"] * bool(results.tests), "make report", "```"]
-    timed = [run.head["versions"] for run in results.runs if "liger" in run.head["options"]["peers"]]
-    liger = {versions["liger-kernel"] for versions in timed if versions["liger-kernel"]}
+    timed = [run.head["versions"] for run in results.runs
+             if any("liger" in row["arms"] for row in run.rows)]  # fmt: skip
+    liger = {versions["liger-kernel"] for versions in timed if versions.get("liger-kernel")}
     text = [
-        "With a CUDA GPU, in a checkout of a run's commit, one command measures its figures again:",
+        "On such a device, in a checkout of a run's commit, one command measures its figures again (where it "
+        "begins with `.venv`, after `make build`):",
         "\n".join(lines),
         "The last one makes this page from `bench/results`, without a GPU. Where runs share a benchmark, the "
         "page has the newest.",
@@ -171,19 +182,20 @@ def repeat(results: Results) -> str:
 def tests_told(results: Results) -> list[str]:
     told = []
     for file, of in results.tests.items():
-        count = f"{of['passed']} passed, {of['failed']} failed, {of['skipped']} skipped"
-        kernels = of.get("kernels") or {}
-        reached = (
-            f"; {kernels['reached']} of {kernels['compiled']} compiled kernels reached" if kernels else ""
-        )
-        findings = {tool: found["findings"] for tool, found in (of.get("sanitizer") or {}).items()}
-        sanitizer = ", ".join(f"{tool} {count}" for tool, count in findings.items())
-        told.append(
-            f"- {of['device']}, {of['date']}, commit {commit(of)}: {count}{reached}"
-            + (f"; findings of compute-sanitizer: {sanitizer}" if findings else "")
-            + f" ([{file}](../bench/results/{file}))"
-        )
+        with reading(file):
+            told.append(f"- {test_told(of)} ([{file}](../bench/results/{file}))")
     return told
+
+
+def test_told(of: dict) -> str:
+    count = f"{of['passed']} passed, {of['failed']} failed, {of['skipped']} skipped"
+    kernels = of.get("kernels") or {}
+    reached = f"; {kernels['reached']} of {kernels['compiled']} compiled kernels reached" if kernels else ""
+    findings = {tool: found["findings"] for tool, found in (of.get("sanitizer") or {}).items()}
+    sanitizer = ", ".join(f"{tool} {count}" for tool, count in findings.items())
+    return f"{of['device']}, {of['date']}, commit {commit(of)}: {count}{reached}" + (
+        f"; findings of compute-sanitizer: {sanitizer}" if findings else ""
+    )
 
 
 def rows_table(rows: list[Row]) -> str:
@@ -198,10 +210,11 @@ def rows_table(rows: list[Row]) -> str:
 
 
 def runs_told(rows: list[Row]) -> str:
-    """Device, date and commit of each run that the rows are of."""
-    runs = {row.run.number: row.run for row in rows}
+    """Device, date, commit and copy rate of each run that the rows are of."""
+    runs: dict[str, Run] = {row.run.number: row.run for row in rows}
     return "Run " + "; run ".join(
-        f"{runs[number].number}: {runs[number].told}" for number in sorted(runs, key=int)
+        f"{number}: {runs[number].told}, copy {runs[number].copy_told} GB/s"
+        for number in sorted(runs, key=int)
     )
 
 
@@ -232,11 +245,10 @@ def section(results: Results, of_table: tuple[str, str, str], figures: list[Figu
 def networks(results: Results) -> str:
     parts = ["## Networks: a VAE decoder and a video VAE block", inference.INTRODUCTION]
     for file, data in results.inference.items():
-        lines = [inference.cells(row) for row in data["rows"]]
-        parts += [
-            inference.told_by(file, data, commit(data)) + ":",
-            table(inference.HEAD, lines, inference.WORDS),
-        ]
+        with reading(file):
+            lines = [inference.cells(row) for row in data["rows"]]
+            told = inference.told_by(file, data, commit(data))
+        parts += [told + ":", table(inference.HEAD, lines, inference.WORDS)]
     return "\n\n".join(parts)
 
 
@@ -254,7 +266,8 @@ def scale_told(scale: StepScale) -> list[str]:
 
 def step_section(step: Step) -> str:
     link = f"[{step.file}](../bench/results/{step.file})"
-    told = f"{step.introduction} All figures: {link}; with a CUDA GPU one command measures them again:"
+    told = (f"{step.introduction} All figures: {link}; with a CUDA GPU, after `make build`, one command "
+            "measures them again:")  # fmt: skip
     parts = [f"## {step.title}", told, f"```sh\n{step.command}\n```"]
     for scale in step.scales:
         parts += scale_told(scale)
@@ -263,7 +276,8 @@ def step_section(step: Step) -> str:
 
 def page(results: Results, figures: list[Figure], steps: list[Step]) -> str:
     """docs/performance.md."""
-    parts = [INTRODUCTION.rstrip(), "## Runs, and how to repeat them", runs_table(results), repeat(results)]
+    introduction = INTRODUCTION + (ON_CPU if any(run.on_cpu for run in results.runs) else "")
+    parts = [introduction.rstrip(), "## Runs, and how to repeat them", runs_table(results), repeat(results)]
     if results.tests:
         parts += ["Tests on a GPU (`make test-gpu`):", "\n".join(tests_told(results))]
     if results.others:
@@ -295,10 +309,13 @@ def step_sentences(steps: list[Step]) -> list[str]:
     for step in {step.title: step for step in reversed(steps)}.values():
         arms = {arm: cells for arm, *cells in step.scales[0].arms} if step.scales else {}
         if {"stock", OURS} <= arms.keys():
-            (stock, _, stock_peak, _), (ours, _, ours_peak, _) = arms["stock"], arms[OURS]
+            stock, ours = (
+                time if time == "failed" else f"{time} ms" + ("" if peak == "–" else f" and {peak} GiB")
+                for time, _, peak, _ in (arms["stock"], arms[OURS])
+            )
             told.append(
-                f"**A training step**, {step.scales[0].title}, bf16: stock GroupNorm {stock} ms and "
-                f"{stock_peak} GiB, ours {ours} ms and {ours_peak} GiB ([all arms](docs/performance.md))."
+                f"**A training step**, {step.measured}, {step.scales[0].title.partition(', ')[2]}, bf16: "
+                f"stock GroupNorm {stock}, ours {ours} ([all arms](docs/performance.md))."
             )
     return told
 
@@ -308,11 +325,12 @@ def readme_table(results: Results, steps: list[Step]) -> str:
     parts = step_sentences(steps)
     for of_table in results.tables:
         _, dtype, chosen = of_table
-        if (dtype, chosen) != (README_DTYPE, README_SET):
-            continue
         rows = results.of_table(of_table)
+        on_cpu = rows[0].run.on_cpu
+        if (dtype, chosen) != (README_DTYPE_CPU if on_cpu else README_DTYPE, README_SET):
+            continue
         lines = []
-        for case in REPRESENTATIVE:
+        for case in REPRESENTATIVE_CPU if on_cpu else REPRESENTATIVE:
             of_case = [row for row in rows if row.case == case]
             if of_case:
                 cells = [best_peer([row for row in of_case if row.data["pass"] == which]) for which in PASSES]
@@ -320,12 +338,13 @@ def readme_table(results: Results, steps: list[Step]) -> str:
                     (case, of_case[0].data["layout"], figure_of(of_case[0].mib), *cells[0], *cells[1])
                 )
         told = "; ".join(dict.fromkeys(row.run.told for row in rows))
+        how = "wall time of a call" if on_cpu else "cold L2"
         head = ["case", "layout", "MiB"]
         head += [
             f"{name}, {what}" for name in PASS_NAMES.values() for what in ("ours / floor", "best peer / ours")
         ]
         parts += [
-            f"{dtype}, cold L2; {told}. *Floor*: the time of the least bytes at the copy rate. *Best peer*: "
+            f"{dtype}, {how}; {told}. *Floor*: the time of the least bytes at the copy rate. *Best peer*: "
             "the fastest one's time over ours; bold where it is faster than ours.",
             table(head, lines, 2),
             "\n".join(f"- {text}" for text in outcome(rows)),

@@ -13,7 +13,7 @@ import struct
 import zlib
 from pathlib import Path
 
-from .charts import Chart, Figure, sizes, tick_text
+from .charts import Chart, Figure, sizes, tick_text, y_ticks
 
 STAMP = "Source"  # PNG's own keyword for where a picture comes from
 DPI = 100
@@ -63,6 +63,7 @@ def draw_chart(axis, chart: Chart, styles: dict[str, tuple[str, str]]) -> None:
     axis.set(xlim=chart.x_range, ylim=chart.y_range, title=chart.title, ylabel=chart.y_label)
     axis.xaxis.set_major_formatter(lambda value, _: tick_text(value))
     axis.yaxis.set_major_formatter(lambda value, _: tick_text(value))
+    axis.set_yticks(y_ticks(chart.y_range))
     axis.minorticks_off()
     axis.grid(color="#dddddd", lw=0.6)
     axis.set_axisbelow(True)

@@ -2,9 +2,9 @@
 // A column of words sorts by its text, one of numbers by data-value; rows without a number come last.
 document.querySelectorAll("th button").forEach(function (button) {
   button.addEventListener("click", function () {
-    var head = button.parentNode, body = document.querySelector("tbody");
+    var head = button.parentNode, table = head.closest("table"), body = table.tBodies[0];
     var down = head.getAttribute("aria-sort") === "ascending";
-    document.querySelectorAll("th").forEach(function (other) { other.removeAttribute("aria-sort"); });
+    table.querySelectorAll("th").forEach(function (other) { other.removeAttribute("aria-sort"); });
     head.setAttribute("aria-sort", down ? "descending" : "ascending");
     function key(row) {
       var cell = row.cells[head.cellIndex], text = cell.getAttribute("data-value");

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
+import signal
 import sys
 import types
 from pathlib import Path
@@ -190,9 +192,40 @@ def test_a_network_that_fails_is_left_out_and_the_next_is_measured(
         return measure(network, layout, *rest)
 
     monkeypatch.setattr(inference, "measure", short)
-    (row,) = run(tmp_path, status=1)["rows"]
+    failed, row = run(tmp_path, status=1)["rows"]
+    assert (failed["layout"], failed["error"]) == ("contiguous", "OutOfMemoryError: out of memory")
     assert row["layout"] == "channels_last"
     assert "block, contiguous: left out: OutOfMemoryError: out of memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stop", [SystemExit, MemoryError])
+def test_each_row_is_in_the_file_as_soon_as_it_is_measured(blocks, monkeypatch, tmp_path, stop) -> None:
+    measure, path = inference.measure, tmp_path / "out.json"
+
+    def killed(network, layout: str, *rest) -> dict:
+        if layout == "channels_last":
+            held = json.loads(path.read_text())
+            assert (len(held["rows"]), held["stopped"]) == (1, "not finished")
+            raise stop
+        return measure(network, layout, *rest)
+
+    monkeypatch.setattr(inference, "measure", killed)
+    if stop is MemoryError:
+        assert run(tmp_path, status=1)["rows"][1]["error"] == "MemoryError: "
+    else:
+        with pytest.raises(SystemExit):
+            run(tmp_path)
+
+
+def test_a_termination_is_as_ctrl_c_and_the_handler_is_put_back(blocks, monkeypatch, tmp_path) -> None:
+    def terminated(*_) -> None:
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(inference, "measure", terminated)
+    assert run(tmp_path, status=130)["stopped"] == "interrupted after 0 of 2"
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_ctrl_c_writes_what_was_measured(blocks, monkeypatch, tmp_path, capsys) -> None:
@@ -228,6 +261,7 @@ def test_bad_options_are_one_sentence_before_any_work(monkeypatch, capsys, argum
 
 def test_the_size_is_full_on_a_gpu_and_small_on_the_cpu(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     assert inference.parse(["--device", "cuda"]).size == "full"
     assert inference.parse(["--device", "cpu"]).size == "small"
     assert inference.parse(["--device", "cpu", "--size", "full"]).size == "full"
@@ -236,10 +270,10 @@ def test_the_size_is_full_on_a_gpu_and_small_on_the_cpu(monkeypatch) -> None:
 def test_only_a_full_run_in_a_checkout_goes_to_its_results(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(provenance, "repository", lambda: tmp_path)
     name = "h200-inference.json"
-    assert inference.default_output("NVIDIA H200", "full") == tmp_path / "bench" / "results" / name
-    assert inference.default_output("NVIDIA H200", "small") == Path(name)
+    assert inference.place("NVIDIA H200", "full") == tmp_path / "bench" / "results" / name
+    assert inference.place("NVIDIA H200", "small") == Path(name)
     monkeypatch.setattr(provenance, "repository", lambda: None)
-    assert inference.default_output("NVIDIA H200", "full") == Path(name)
+    assert inference.place("NVIDIA H200", "full") == Path(name)
 
 
 def test_a_repository_is_known_by_what_it_holds(monkeypatch, tmp_path: Path) -> None:

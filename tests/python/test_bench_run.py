@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -60,6 +62,61 @@ def finish(options, tmp_path: Path, deadline: float = float("inf")) -> tuple[int
     path = tmp_path / "out.json"
     status = run.run(options, command_line.jobs_of(options), {"device": "none"}, path, deadline)
     return status, json.loads(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--budget-seconds nan", "--budget-seconds: must be seconds above 0, got 'nan'"),
+        ("--repeat-ms 0", "--repeat-ms: must be ms above 0, got '0'"),
+        ("--output /no/x", "--output: must name a file that can be written, got '/no/x'"),
+        ("--peers apex", "--peers: expected words of eager, inductor, liger, got 'apex'"),
+    ],
+)
+def test_bad_options_are_one_sentence(capsys, arguments: str, sentence: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command_line.parse_arguments(arguments.split())
+    assert (stopped.value.code, capsys.readouterr().err) == (2, f"bench: {sentence}\n")
+
+
+@pytest.mark.parametrize(("peers", "told"), [
+    (["--no-peers"], "ours and a copy: about 27 s"),
+    (["--peers", "eager"], "beside eager (those installed): about 17 min"),
+])  # fmt: skip
+def test_what_is_done_and_how_long_it_takes_is_told_first(monkeypatch, tmp_path, capsys, peers, told) -> None:
+    def interrupted(options, jobs, head, path, deadline) -> int:
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    monkeypatch.setattr(command_line, "require_gpu", lambda: None)
+    monkeypatch.setattr(command_line, "describe", lambda options: {"device": "NVIDIA H200"})
+    monkeypatch.setattr(command_line, "ROOT", tmp_path)
+    monkeypatch.setattr(run, "run", interrupted)
+    monkeypatch.setattr(sys, "argv", ["bench", "--tag", "x", *peers])
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    path = tmp_path / "bench" / "results" / "h200-x.json"
+    path.write_text("{}")
+    before = signal.getsignal(signal.SIGTERM), os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    assert command_line.main() == 130
+    assert (signal.getsignal(signal.SIGTERM), os.environ.get("TORCHINDUCTOR_CACHE_DIR")) == before
+    printed = capsys.readouterr()
+    assert printed.out == (
+        f"bench: NVIDIA H200: 204 times forward and forward_backward, {told} on an NVIDIA H200\n"
+        f"Writes {path}, over what is there\n"
+    )
+    assert printed.err == "bench: interrupted before anything was measured\n"
+
+
+def test_a_disk_that_is_full_ends_no_measurement(options, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "no space")))
+    path = tmp_path / "out.json"
+    jobs = command_line.jobs_of(options)
+    assert run.run(options, jobs, {"device": "none"}, path, float("inf")) == 1
+    printed = capsys.readouterr()
+    assert printed.err.count(f"bench: {path} could not be written: no space\n") == len(jobs) + 1
+    assert "[8/8] small-b bf16" in printed.out and "small-b" in printed.out.split("[8/8]")[1]
+    assert "wrote" not in printed.out
 
 
 @pytest.mark.parametrize("missing", ["torch", "steadynorm"])

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from helpers import normal
 from steadynorm import bench
 from steadynorm.bench import arms, errors, output, shapes, timing
+from support.cases import read_cases
 
 SMALL = ["--shape", "2,8,6,5", "--groups", "4", "--peers", "eager", "--repeats", "3", "--device", "cpu"]
 
@@ -121,9 +122,24 @@ def test_an_error_that_needs_too_much_memory_is_left_open(monkeypatch, tmp_path:
 
     monkeypatch.setattr(errors, "measure", short)
     (row,) = rows_of(tmp_path, "--pass", "forward")
-    assert row["errors_of"] == "nothing: out of memory"
+    assert row["errors_of"] == "nothing: OutOfMemoryError: out of memory"
     assert "median_us" in row["arms"]["ours"]
-    assert "errors of: nothing: out of memory" in capsys.readouterr().out
+    assert "errors of: nothing: OutOfMemoryError: out of memory" in capsys.readouterr().out
+
+
+def test_each_row_is_in_the_file_as_soon_as_it_is_measured(monkeypatch, tmp_path: Path) -> None:
+    measure = shapes.measure
+
+    def killed(job: shapes.Job, *rest) -> dict:
+        if job.which == "training":
+            held = json.loads((tmp_path / "out.json").read_text())
+            assert (len(held["rows"]), held["stopped"]) == (1, "not finished")
+            raise SystemExit
+        return measure(job, *rest)
+
+    monkeypatch.setattr(shapes, "measure", killed)
+    with pytest.raises(SystemExit):
+        rows_of(tmp_path)
 
 
 def test_ctrl_c_keeps_what_was_measured(monkeypatch, tmp_path: Path, capsys) -> None:
@@ -141,6 +157,72 @@ def test_ctrl_c_keeps_what_was_measured(monkeypatch, tmp_path: Path, capsys) -> 
     told = capsys.readouterr()
     assert "ours" in told.out
     assert "bench: interrupted after 1 of 2" in told.err
+
+
+def test_the_named_cases_are_those_of_the_file_that_fit_and_small_ones() -> None:
+    options = shapes.parse(["--cases", "all", "--device", "cpu", "--peers", "eager", "--pass", "forward"])
+    jobs = shapes.jobs_of(options)
+    held = {(job.case, job.shape, job.groups, job.layout) for job in jobs}
+    file = [case for case in read_cases() if case.elements <= 1 << 26]
+    assert {(case.name, case.shape, case.groups, case.layout) for case in file} <= held
+    assert len(file) == 29 and len(held) == len(jobs) == 29 + 9
+    small = {
+        (shape, groups, layout) for name, shape, groups, layout in held if name not in {c.name for c in file}
+    }
+    sizes = [((8, 64, 56, 56), 32), ((32, 256, 14, 14), 32), ((1, 320, 64, 64), 32), ((1, 32, 96, 96, 96), 8)]
+    assert small == {((64, 512), 32, "contiguous")} | {
+        (*size, layout) for size in sizes for layout in ("contiguous", "channels_last")
+    }
+    assert [job.bytes for job in jobs] == sorted(job.bytes for job in jobs)
+    gpu = shapes.named("unet3d-64,liger-a")
+    assert [case.name for case in gpu] == ["liger-a", "unet3d-64"]
+
+
+def test_a_named_case_has_its_name_in_its_row_and_the_budget_keeps_rows(
+    monkeypatch, tmp_path, capsys
+) -> None:
+    path = tmp_path / "out.json"
+    now = iter(range(100))
+    monkeypatch.setattr(shapes.time, "monotonic", lambda: next(now))
+    arguments = ["--cases", "rows-512", "--device", "cpu", "--peers", "eager", "--repeats", "3"]
+    assert bench.main([*arguments, "--dtype", "bf16,fp32", "--budget", "5", "--json", str(path)]) == 0
+    held = json.loads(path.read_text())
+    assert held["stopped"] == f"the budget of 5 s was spent after {len(held['rows'])} of 4"
+    expected = [("rows-512", [64, 512], dtype) for dtype in ("bf16", "bf16", "fp32")]
+    assert [(row["case"], row["shape"], row["dtype"]) for row in held["rows"]] == expected
+    told = capsys.readouterr()
+    assert told.out.index("4 times ours beside eager") < told.out.index("copy rate")
+    assert "rows-512, 64x512, 32 groups" in told.out and " left" in told.err
+
+
+def test_without_a_checkout_there_are_no_cases(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(shapes.provenance, "repository", lambda: None)
+    with pytest.raises(SystemExit):
+        bench.main(["--cases", "all"])
+    told = "bench: --cases: needs a checkout, which has cases/cases.csv, got none\n"
+    assert capsys.readouterr().err == told
+
+
+def test_times_have_three_digits_from_microseconds_to_seconds() -> None:
+    assert [output.format_us(us) for us in (0.04, 999.94, 1000.0, 999.4e3, 999.6e3, 12.34e6)] == [
+        "0.0 us", "999.9 us", "1 ms", "999 ms", "1 s", "12.3 s",
+    ]  # fmt: skip
+
+
+def test_a_picture_that_cannot_be_written_is_told(monkeypatch, tmp_path: Path, capsys) -> None:
+    def full(*_) -> None:
+        raise OSError(28, "no space")
+
+    monkeypatch.setattr(shapes, "picture", shapes.writable)
+    monkeypatch.setattr(shapes, "draw", full)
+    (row,) = rows_of(tmp_path, "--pass", "forward", "--plot", str(tmp_path / "a.png"), status=1)
+    assert "median_us" in row["arms"]["ours"]
+    assert f"bench: {tmp_path / 'a.png'} could not be written: no space\n" in capsys.readouterr().err
+
+
+def test_a_copied_tree_names_its_commit(tmp_path: Path) -> None:
+    rows_of(tmp_path, "--pass", "forward", "--commit", "0123abc")
+    assert json.loads((tmp_path / "out.json").read_text())["commit"] == "0123abc"
 
 
 def test_nothing_starts_after_the_budget(tmp_path: Path, capsys) -> None:
@@ -187,6 +269,18 @@ def test_a_timer_with_host_times_has_their_column(capsys) -> None:
         ("--shape 2,32 --json /no/x", "--json: must name a file that can be written, got '/no/x'"),
         ("--shape 2,32 --plot x.pdf", "--plot: must name a .png or .svg file, got 'x.pdf'"),
         ("--shape 2,32 --plot x.png", "--plot: needs matplotlib (pip install matplotlib), got none"),
+        ("--shape 2,32 --budget nan", "--budget: must be seconds above 0, got 'nan'"),
+        ("--cases odd", "--cases: must be all or beginnings of names in cases/cases.csv, got 'odd'"),
+        (
+            "--cases liger-a,",
+            "--cases: must be all or beginnings of names in cases/cases.csv, got 'liger-a,'",
+        ),
+        (
+            "--cases all --groups 8",
+            "--cases: has shapes, groups and layouts of its own, got --shape, --groups or "
+            "--channels-last too",
+        ),
+        ("--cases unet3d-64 --device cpu", "--cases: must have one of at most 256 MiB on the CPU, got none"),
         ("--shape 2,32 --device cuda", "--device: cuda needs a GPU that PyTorch can use, got none"),
         ("--shape 2,32 --device cpu --peers liger", "--peers: liger needs a CUDA device, got none"),
     ],
@@ -209,7 +303,7 @@ def test_help_has_examples_that_parse(capsys) -> None:
     examples = [
         line.split()[4:] for line in text.splitlines() if line.startswith("  python -m steadynorm bench")
     ]
-    assert len(examples) == 3
+    assert len(examples) == 4
     for example in examples:
         plain = [word for i, word in enumerate(example) if "--plot" not in example[max(i - 1, 0) : i + 1]]
         assert shapes.jobs_of(shapes.parse([*plain, "--peers", "eager"]))

@@ -67,7 +67,7 @@ def step_results() -> dict:
     }  # fmt: skip
     options = {
         "scales": [8], "width": 64, "arms": ["stock", "compiled", "ours"], "parts": ["time", "profile"],
-        "replicates": 5, "steps": 2, "loss_steps": 22, "processes": 4, "trace_difference": None,
+        "replicates": 7, "steps": 2, "loss_steps": 22, "processes": 4, "trace_difference": None,
     }  # fmt: skip
     head = {key: HEAD[key] for key in ("commit", "dirty", "date", "device", "driver", "stopped")}
     head |= {"versions": {"torch": "2.11.0", "triton": None}, "options": options, "volume": "synthetic"}
@@ -88,8 +88,8 @@ def test_a_step_has_its_section_losers_and_failures_in_it(root: Path) -> None:
         "stock",
         "400.0 ± 1.2",
         "-35.70 ± 0.90",
-        "42.800 ± 0.000",
-        "4.300 ± 0.000",
+        "42.800",
+        "4.300",
     ]
     assert line_of(made, "compiled") == ["compiled", "failed", "–", "–", "–"]
     assert line_of(made, "ours")[:3] == ["ours", "435.70 ± 0.50", "–"]
@@ -105,7 +105,8 @@ def test_a_step_has_its_section_losers_and_failures_in_it(root: Path) -> None:
         "forward: 22 of 22 sites have the same bits",
         "the gradient of the input of pool (float32 against bfloat16)",
         "the same bits at step 1, 4.4e-06 apart (relative) at step 23",
-        "(performance/some-gpu-step-8.png)", "Some GPU, 2026-01-02, commit 0123456789",
+        "7 replicates, in each 2 timed steps of every arm", "(performance/some-gpu-step-8.png)",
+        "Some GPU, 2026-01-02, commit 0123456789",
     ):  # fmt: skip
         assert sentence in made, sentence
     assert "ours, unclaimed" not in made  # 0.1 us of 430 ms
@@ -123,6 +124,54 @@ def test_a_step_of_times_alone_has_no_items_and_no_picture(root: Path) -> None:
     put_step(root, data)
     made = texts(root)["performance.md"]
     assert "-35.70 ± 0.90" in made and "step-8.png" not in made and "Stopped early: interrupted." in made
+
+
+def test_two_files_of_one_device_have_a_picture_each(root: Path) -> None:
+    older = step_results()
+    older["date"] = "2026-01-01"
+    put_step(root, older, "older-step.json")
+    put_step(root, step_results())
+    made = texts(root)["performance.md"]
+    assert made.index("(performance/some-gpu-step-8.png)") < made.index("(performance/older-step-8.png)")
+    names = {path.name for path in command_line.Page(root).pictures}
+    assert {"some-gpu-step-8.png", "older-step-8.png"} <= names
+
+
+def test_a_step_on_a_cpu_is_no_proof(root: Path) -> None:
+    put_step(root, {**step_results(), "device_type": "cpu"})
+    made = texts(root)
+    assert "training step" not in made["performance.md"] + made["README.md"]
+    assert "not on this page: some-gpu-step.json." in made["performance.md"]
+
+
+def test_what_groupnorm_causes_is_named_whichever_rows_are_there(root: Path) -> None:
+    data = step_results()
+    for of in data["scales"][0]["items"].values():
+        of["rows_us"]["dtype conversions"] = 0.0
+    put_step(root, data)
+    made = texts(root)["performance.md"]
+    assert "| dtype conversions |" not in made
+    assert line_of(made, "share of GroupNorm, conversions and layout")[1:] == ["25.0 %", "25.0 %"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda data: data["scales"][0]["arms"]["stock"].pop("told"), "lacks 'told'"),
+        (lambda data: data.pop("versions"), "lacks 'versions'"),
+        (lambda data: data["scales"][0]["items"]["ours"]["rows_us"].update(pooling=float("nan")),
+         "device times must be finite and not all 0, at scale 8"),
+        (lambda data: data["scales"][0]["items"]["ours"].pop("rows_us"), "lacks 'rows_us'"),
+        (lambda data: data["scales"][0].update(items={"ours": items(0.0, 0.0, 0.0, 0.0, 0.0)}),
+         "device times must be finite and not all 0, at scale 8"),
+    ],
+)  # fmt: skip
+def test_a_damaged_step_is_told_with_its_file(root: Path, damage, told: str, capsys) -> None:
+    data = step_results()
+    damage(data)
+    put_step(root, data)
+    assert command_line.main(["--check"], root) == 1
+    assert capsys.readouterr().err == f"report: bench/results/some-gpu-step.json cannot be shown: {told}\n"
 
 
 def test_a_steps_picture_is_stale_when_its_items_change(root: Path, monkeypatch) -> None:
@@ -170,6 +219,7 @@ def test_the_steps_command_measures_what_the_run_did() -> None:
         "parts": ["trace"],
         "trace_difference": ["stock", "ours"],
     }
+    assert steps.command(pair).startswith(".venv/bin/python -m steadynorm bench step ")
     for options in (data["options"], pair):
         again = vars(parse(shlex.split(steps.command(options))[5:]))
         assert {key: again[key] for key in options} == options
@@ -181,4 +231,11 @@ def test_the_readme_says_what_a_step_gains(root: Path) -> None:
     del data["scales"][0]["arms"]["compiled"]
     put_step(root, data)
     readme = texts(root)["README.md"]
-    assert "stock GroupNorm 400.0 ± 1.2 ms and 42.800 ± 0.000 GiB, ours 435.70 ± 0.50 ms" in readme
+    assert (
+        "**A training step**, Some GPU, 2026-01-02, commit 0123456789, scale 8: 256³ voxels, 6 levels from "
+        "64 channels, 22 GroupNorms, 362 M parameters, bf16: stock GroupNorm 400.0 ± 1.2 ms and 42.800 GiB, "
+        "ours 435.70 ± 0.50 ms and 38.500 GiB ("
+    ) in readme
+    data["scales"][0]["arms"]["stock"] = {"told": "", "error": "OutOfMemoryError: 2 GiB", "step_ms": []}
+    put_step(root, data)
+    assert "bf16: stock GroupNorm failed, ours 435.70 ± 0.50 ms" in texts(root)["README.md"]

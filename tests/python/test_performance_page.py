@@ -112,6 +112,79 @@ def test_a_readme_without_markers_is_an_error(root: Path, readme: str, capsys) -
     assert "README.md must have the lines" in capsys.readouterr().err
 
 
+BAD_ROWS = [
+    ({"median_us": float("nan")}, "row 0: median_us of ours must be a number above 0, got nan"),
+    ({"median_us": "40"}, "row 0: median_us of ours must be a number above 0, got '40'"),
+    ({"error_y": "nan"}, "row 0: error_y of ours must be a number or inf, got 'nan'"),
+    ({"error_dx": -1.0}, "row 0: error_dx of ours must be a number or inf, got -1.0"),
+]
+
+
+@pytest.mark.parametrize(("damage", "told"), BAD_ROWS)
+def test_a_number_that_is_none_is_told_with_its_file(root: Path, damage: dict, told: str, capsys) -> None:
+    data = lost_and_won()
+    data["rows"][0]["arms"]["ours"].update(damage)
+    (root / "bench" / "results" / "a.json").write_text(json.dumps(data))
+    assert command_line.main([], root) == 1
+    assert capsys.readouterr().err == f"report: bench/results/a.json cannot be shown: {told}\n"
+    assert not (root / "docs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"rows": [', "Expecting value: line 1 column 11 (char 10)"),
+        ("[1]", "it must hold an object, got list"),
+        ('{"rows": [], "options": {}}', "lacks 'device'"),
+        (json.dumps({**lost_and_won(), "options": {}}), "lacks 'dtypes'"),
+        (json.dumps({**lost_and_won(), "rows": [{}]}), "lacks 'pass'"),
+        (json.dumps({**lost_and_won(), "rows": [{**lost_and_won()["rows"][0], "dtype": "fp8"}]}),
+         "row 0: dtype must be one of bf16, fp16, fp32, got 'fp8'"),
+        (json.dumps({**lost_and_won(), "rows": [7]}), "'int' object is not subscriptable"),
+        (json.dumps({**HEAD, "passed": 7, "failed": 1, "skipped": 2, "kernels": {"reached": 1}}),
+         "lacks 'compiled'"),
+        (json.dumps({"benchmark": "inference", "size": "full", "rows": [{"network": "a"}]}), "lacks 'arms'"),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_told_with_its_name(root: Path, text: str, told: str, capsys) -> None:
+    put(root, "a.json", lost_and_won())
+    (root / "bench" / "results" / "b.json").write_text(text)
+    assert command_line.main(["--check"], root) == 1
+    assert capsys.readouterr().err == f"report: bench/results/b.json cannot be shown: {told}\n"
+
+
+def test_an_error_without_end_is_shown_and_drawn_on_the_edge(root: Path) -> None:
+    data = lost_and_won()
+    data["rows"][0]["arms"]["eager"]["error_y"] = float("inf")
+    put(root, "a.json", data)
+    assert "NaN" not in (path := root / "bench" / "results" / "a.json").read_text()
+    assert "Infinity" not in path.read_text()
+    made = texts(root)
+    assert line_of(made["performance.md"].split("### Forward +")[0], "liger-a")[8] == "inf"
+    assert "- Forward, worst error of y: ours 1.5, eager inf.\n" in made["README.md"]
+    tree = ElementTree.fromstring(made["performance.html"])
+    assert [cell.text for cell in tree.iter("td") if cell.get("data-value") == "Infinity"] == ["inf"]
+    (mark,) = (path for path in tree.iter("path") if path.find("title") is not None
+               and path.find("title").text == "liger-a, eager: error inf")  # fmt: skip
+    assert f" {html.TOP})" in mark.get("transform")
+
+
+def test_a_run_without_rows_is_listed(root: Path) -> None:
+    put(root, "a.json", lost_and_won())
+    put(root, "b.json", {**results_of(stopped="interrupted"), "date": "2026-01-03"})
+    made = texts(root)["performance.md"]
+    assert line_of(made, "2")[5:] == ["0 of 0", "interrupted"]
+    assert "# run 1" in made and "# run 2" not in made
+
+
+def test_pages_that_cannot_be_written_are_told(root: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(pictures, "png", stamped)
+    put(root, "a.json", lost_and_won())
+    (root / "docs").write_text("in the way")
+    assert command_line.main([], root) == 1
+    assert "docs could not be written: File exists" in capsys.readouterr().err.replace("/performance", "")
+
+
 def test_no_results_are_an_error(root: Path, capsys) -> None:
     assert command_line.main([], root) == 1
     assert "must have a file of `make bench`, got none" in capsys.readouterr().err
@@ -266,6 +339,22 @@ def test_a_mark_is_at_its_value() -> None:
 )
 def test_an_axis_ends_at_powers(low: float, high: float, base: int, limits: tuple[float, float]) -> None:
     assert charts.powers(low, high, base) == pytest.approx(limits)
+
+
+@pytest.mark.parametrize(
+    ("limits", "ticks"),
+    [
+        ((0.1, 1e4), [0.1, 1, 10, 100, 1000, 1e4]),
+        ((1.0, 200.0), [1, 10, 100]),
+        ((10.0, 200.0), [10, 20, 50, 100, 200]),
+    ],
+)
+def test_an_axis_has_labels_enough(limits: tuple[float, float], ticks: list[float]) -> None:
+    assert charts.y_ticks(limits) == pytest.approx(ticks)
+    chart = charts.Chart("t", "y", (1.0, 4.0), limits, {}, None, "")
+    drawn = re.findall(r'text-anchor="end">([^<]*)<', html.svg(chart, {}))
+    assert drawn == [charts.tick_text(value) for value in ticks]
+    assert re.findall(r'text-anchor="middle">([\d.]+)<', html.svg(chart, {})) == ["1", "2", "4"]
 
 
 def test_a_picture_is_the_same_each_time_and_has_no_date(root: Path) -> None:

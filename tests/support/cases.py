@@ -1,49 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cases/cases.csv, the one list of named shapes. Imports no torch."""
+"""cases/cases.csv, the one list of named shapes, read by the package's module: without PyTorch or a build."""
 
 from __future__ import annotations
 
-import csv
-import math
-from dataclasses import dataclass
+import importlib.util
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}  # short name: bytes
+FILE = ROOT / "cases" / "cases.csv"
+
+_spec = importlib.util.spec_from_file_location(
+    "steadynorm_cases", ROOT / "python" / "steadynorm" / "bench" / "cases.py"
+)
+_module = importlib.util.module_from_spec(_spec)
+sys.modules[_spec.name] = _module  # dataclasses look their module up
+_spec.loader.exec_module(_module)
+Case, DTYPES, small_cases = _module.Case, _module.DTYPES, _module.small_cases
 
 
-@dataclass(frozen=True)
-class Case:
-    """One named shape: [N, C, *], groups, and `contiguous` or `channels_last`."""
-
-    name: str
-    shape: tuple[int, ...]
-    groups: int
-    layout: str
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def activation(self) -> str:
-        """The activation that follows this GroupNorm where the shape comes from."""
-        return "relu" if self.name.startswith(("unet3d", "monai")) else "silu"
-
-    def bytes(self, dtype: str) -> int:
-        """Size of x in a dtype given by its short name."""
-        return self.elements * DTYPES[dtype]
-
-
-def read_cases(path: Path = ROOT / "cases" / "cases.csv") -> list[Case]:
+def read_cases(path: Path = FILE) -> list[Case]:
     """All cases, in the order of the file."""
-    with path.open(newline="") as file:
-        return [
-            Case(
-                row["name"],
-                tuple(int(size) for size in row["shape"].split("x")),
-                int(row["groups"]),
-                row["layout"],
-            )
-            for row in csv.DictReader(file)
-        ]
+    return _module.read_cases(path)

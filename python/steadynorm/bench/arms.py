@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import functional
-from ..eager import ACTIVATIONS
+from .bounds import activate
 
 EPS = 1e-5
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -74,12 +74,7 @@ def operands(
 
 def stock(x, groups, weight, bias, activation, layout):
     """PyTorch's own, with the activation after it and x's memory format restored."""
-    return activated(F.group_norm(x, groups, weight, bias, EPS), activation).contiguous(memory_format=layout)
-
-
-def activated(z: torch.Tensor, activation: str) -> torch.Tensor:
-    function = ACTIVATIONS[activation]
-    return z if function is None else function(z)
+    return activate(F.group_norm(x, groups, weight, bias, EPS), activation).contiguous(memory_format=layout)
 
 
 def _stock(o: Operands) -> torch.Tensor:
@@ -100,7 +95,7 @@ def _liger(o: Operands) -> torch.Tensor:
 
     flat = o.x.reshape(*o.x.shape[:2], -1)  # [N, C, S]
     y = LigerGroupNormFunction.apply(flat, o.weight, o.bias, o.x.shape[1], o.groups, EPS)
-    return activated(y.reshape(o.x.shape), o.activation)
+    return activate(y.reshape(o.x.shape), o.activation)
 
 
 def missing(peer: str, device: str = "cuda") -> str | None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..eager import ACTIVATIONS
+
 U = 2.0**-24  # one rounding of fp32
-ACTIVATIONS = ("none", "relu", "silu", "gelu", "gelu_tanh")
 
 # Units of U in docs/numerics.md: of max(|weight·x̂|, |bias|), and of |weight|, for y.
 FORWARD, FORWARD_RELU, FORWARD_ACTIVATED = (8, 2), (10, 2), (18, 2.3)
@@ -29,27 +30,22 @@ class Expected:
 
     value: torch.Tensor
     allowance: torch.Tensor
-    unit: torch.Tensor  # U times the largest terms: the allowance without an activation in 8 (dx: 16) parts
+    size: torch.Tensor  # of the terms that enter it: without an activation 8 U of it are allowed (dx: 16)
 
 
-def half_unit(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Half a unit in the last place of `dtype` at each of the float64 values."""
+def unit(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The distance between neighbours of `dtype` at each of the float64 `values`."""
     info = torch.finfo(dtype)
     digits = 1 - int(math.log2(info.eps))
     smallest = int(math.log2(info.tiny)) + int(math.log2(info.eps))  # exponent of the smallest subnormal
-    exponent = torch.frexp(values.abs()).exponent - digits
+    exponent = torch.frexp(values).exponent - digits
     exponent = torch.where(values == 0, smallest, exponent.clamp(min=smallest))
-    return torch.ldexp(torch.full_like(values, 0.5), exponent)
+    return torch.ldexp(torch.ones_like(values), exponent)
 
 
 def activate(z: torch.Tensor, activation: str) -> torch.Tensor:
-    if activation == "none":
-        return z
-    if activation == "relu":
-        return torch.relu(z)
-    if activation == "silu":
-        return torch.nn.functional.silu(z)
-    return torch.nn.functional.gelu(z, approximate="tanh" if activation == "gelu_tanh" else "none")
+    function = ACTIVATIONS[activation]
+    return z if function is None else function(z)
 
 
 def slope(z: torch.Tensor, activation: str) -> torch.Tensor:
@@ -99,16 +95,18 @@ def expect(
         return parameter.detach().double().reshape(-1, channels, 1)
 
     x64 = x.detach().double().reshape(samples, channels, -1)  # [N, C, S]
-    centred = x64 - mean(x64)
+    # A shift changes nothing in exact arithmetic, and keeps float64 from losing what a far mean hides.
+    centred = (by_group(x64) - by_group(x64)[:, :, :1]).reshape(x64.shape)
+    centred = centred - mean(centred)
     rstd = by_group(centred).square().mean(-1, keepdim=True).add(eps).rsqrt()  # [N, G, 1]
     x_hat = (by_group(centred) * rstd).reshape(x64.shape)
     w, b = row(weight, 1.0), row(bias, 0.0)
     z = w * x_hat + b
     term = torch.maximum((w * x_hat).abs(), b.abs())
     of_term, of_weight = {"none": FORWARD, "relu": FORWARD_RELU}.get(activation, FORWARD_ACTIVATED)
-    unit = U * (term + w.abs() * FORWARD[1] / FORWARD[0])
-    y_allowance = U * (of_term * term + of_weight * w.abs()) + UNDERFLOW
-    result = {"y": Expected(*(t.reshape(x.shape) for t in (activate(z, activation), y_allowance, unit)))}
+    size = term + w.abs() * FORWARD[1] / FORWARD[0]
+    allowance = U * (of_term * term + of_weight * w.abs()) + UNDERFLOW
+    result = {"y": Expected(*(t.reshape(x.shape) for t in (activate(z, activation), allowance, size)))}
     if dy is None:
         return result
 
@@ -126,16 +124,17 @@ def expect(
     spread = by_group(torch.ones_like(x64)) * rstd
     spread = spread.reshape(x64.shape)  # rstd of each element
     dx = spread * (a - mean(a) - x_hat * mean(a * x_hat))
-    size, far = a.abs(), x_hat.abs()
-    size_mean, far_mean = mean(size), mean(size * far)
-    unit = U * spread * (size + size_mean + far * far_mean + (far_mean + far * size_mean) * MEAN / DX)
-    carried = spread * (a_error + mean(a_error) + far * mean(a_error * far))
-    result["dx"] = Expected(*(t.reshape(x.shape) for t in (dx, DX * unit + carried + UNDERFLOW, unit)))
+    near, far = a.abs(), x_hat.abs()
+    near_mean, far_mean = mean(near), mean(near * far)
+    size = spread * (near + near_mean + far * far_mean + (far_mean + far * near_mean) * MEAN / DX)
+    carried = spread * (a_error + mean(a_error) + far * mean(a_error * far) + UNDERFLOW)
+    allowance = DX * U * size + carried + UNDERFLOW
+    result["dx"] = Expected(*(t.reshape(x.shape) for t in (dx, allowance, size)))
 
     def gradient(parameter: torch.Tensor, terms: torch.Tensor, allowance: torch.Tensor) -> Expected:
         over = (2,) if parameter.dim() == 2 else (0, 2)
         allowance = (allowance + UNDERFLOW).sum(over)
-        return Expected(terms.sum(over), allowance, U * terms.abs().sum(over))
+        return Expected(terms.sum(over), allowance, terms.abs().sum(over))
 
     if weight is not None:
         terms = dz * x_hat
@@ -151,7 +150,7 @@ def beyond_half_unit(got: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """How far `got` is from the float64 `value` beyond half a unit of its dtype; Inf equals Inf, NaN NaN."""
     held = got.detach().double()
     near = torch.maximum(held.abs(), value.abs())
-    beyond = ((held - value).abs() - half_unit(near, got.dtype)).clamp(min=0)
+    beyond = ((held - value).abs() - unit(near, got.dtype) / 2).clamp(min=0)
     rounded = value.to(got.dtype).double()
     matches = (held == rounded) | (held.isnan() & rounded.isnan())
     return torch.where(matches, torch.zeros_like(beyond), beyond.nan_to_num(nan=math.inf))

@@ -63,7 +63,7 @@ def measure(
         for arm, tensors in results.items():
             for output, tensor in zip(outputs, tensors, strict=True):
                 right = expected[output]
-                error = bounds.worst(tensor[n, c], right.value, right.unit)
+                error = bounds.worst(tensor[n, c], right.value, bounds.U * right.size)
                 worst[arm][f"error_{output}"] = max(worst[arm][f"error_{output}"], error)
     checked = "all groups" if whole else "first and last group of the first and last sample"
     return {

@@ -21,10 +21,12 @@ from torch import nn
 
 from ..convert import convert_group_norm, report
 from . import arms, machine, output, paired, provenance, vae
-from .options import Parser, whole, writable
+from .options import Parser, default_output, whole, writable
+from .session import session
 
 WARM_UPS = 3
 LEAST_REPLICATES = 6
+FORWARD_SECONDS = 0.2  # of all comparisons together, a forward of each arm: NVIDIA H200, 2026-11-30
 LAYOUTS = ("contiguous", "channels_last")
 FULL, SMALL = "full", "small"
 
@@ -174,56 +176,66 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: cuda needs a GPU that PyTorch can use, got none")
     options.size = options.size or (FULL if options.device == "cuda" else SMALL)
+    options.output = options.output or default_output(place(machine.name(options.device), options.size))
     return options
 
 
-def default_output(device: str, size: str) -> Path:
+def place(device: str, size: str) -> Path:
+    """Where results go: those of the small size, which are none, to where the command runs."""
     checkout = provenance.repository()
     folder = checkout / "bench" / "results" if checkout and size == FULL else Path()
     return folder / f"{provenance.slug(device)}-inference.json"
 
 
-def plan(device: str, options: argparse.Namespace, comparisons: int, path: Path) -> str:
+def plan(device: str, options: argparse.Namespace, comparisons: int) -> str:
     """What will be done, before it is."""
     forwards = 2 * (WARM_UPS + options.replicates)
     lines = [f"{device}, torch {torch.__version__}: {comparisons} comparisons of {forwards} forwards each"]
-    if options.device == "cuda":
-        lines.append("Each says how long it will take, once the convolutions' algorithms are chosen.")
+    if options.size == FULL and options.device == "cuda":
+        lines.append(
+            f"The forwards take {output.format_seconds(FORWARD_SECONDS * forwards)} on an NVIDIA H200; each "
+            "comparison says how long it will take here, once the convolutions' algorithms are chosen."
+        )
+    elif options.size == FULL:
+        lines.append("On a CPU each takes minutes, and says so once it has begun.")
+    else:
+        lines.append("About 10 s on two cores.")
     if options.size == SMALL:
         lines.append("A trial run: this size proves nothing.")
     lines.append("Latency: mean ± 95 %. Error: largest difference from float32, over its largest value.")
-    return "\n".join([*lines, f"Writes {path}"])
+    return "\n".join([*lines, output.destination(options.output)])
 
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     head = machine.head(options.device, options.commit)
-    path = options.output or default_output(head["device"], options.size)
+    head |= {"benchmark": "inference", "size": options.size, "replicates": options.replicates}
     jobs = [(network, layout) for network in networks(options.size) for layout in LAYOUTS]
-    print(plan(head["device"], options, len(jobs), path), flush=True)
+    print(plan(head["device"], options, len(jobs)), flush=True)
     rows: list[dict] = []
-    failed, stopped = 0, None
+    stopped = None
     try:
-        for number, (network, layout) in enumerate(jobs, 1):
-            output.progress(f"[{number}/{len(jobs)}] {network.name}, {layout}")
-            try:
-                row = measure(network, layout, options.device, options.replicates)
-            except RuntimeError as error:
-                failed += 1
+        with session():
+            for number, (network, layout) in enumerate(jobs, 1):
+                output.progress(f"[{number}/{len(jobs)}] {network.name}, {layout}")
+                try:
+                    row = measure(network, layout, options.device, options.replicates)
+                    told = table(row)
+                except Exception as error:
+                    row = {"network": network.name, "shape": list(network.shape), "layout": layout}
+                    row |= output.failure(error)
+                    told = f"{network.name}, {layout}: left out: {row['error']}"
                 output.progress("")
-                print(f"\n{network.name}, {layout}: left out: {output.failure(error)['error']}", flush=True)
-                continue
-            finally:
+                print(f"\n{told}", flush=True)
+                rows.append(row)
+                output.save(options.output, {**head, "stopped": "not finished"}, rows)
                 if options.device == "cuda":
                     torch.cuda.empty_cache()
-            output.progress("")
-            print("\n" + table(row), flush=True)
-            rows.append(row)
     except KeyboardInterrupt:
         stopped = f"interrupted after {len(rows)} of {len(jobs)}"
         output.progress("")
         print(f"bench: {stopped}", file=sys.stderr)
-    about = {"benchmark": "inference", "size": options.size, "replicates": options.replicates}
-    output.write_json(path, {**head, **about, "device_type": options.device, "stopped": stopped}, rows)
-    print(f"\nwrote {path}")
-    return 130 if stopped else int(failed > 0)
+    saved = output.save(options.output, {**head, "stopped": stopped}, rows)
+    if saved:
+        print(f"\nwrote {options.output}")
+    return 130 if stopped else int(not saved or any("error" in row for row in rows))

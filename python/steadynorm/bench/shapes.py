@@ -18,18 +18,21 @@ import torch.nn.functional as F
 
 from .. import rungs
 from ..eager import ACTIVATIONS
-from . import arms, errors, machine, output, timing
-from .options import Parser, whole, words, writable
+from . import arms, cases, errors, machine, output, provenance, timing
+from .options import Parser, above_zero, whole, words, writable
+from .session import session
 
 PASSES = ("forward", "training")
 LEAST_TENSORS = {"forward": 2, "training": 5}  # read x, write y; backward: read x and dy, write dx
 BUDGET_MS = {"cuda": 40.0, "cpu": 400.0}  # of the repeats of one arm
+MOST_BYTES = {"cuda": math.inf, "cpu": 256 << 20}  # of a named case in fp32
 EPILOG = """\
 examples:
   python -m steadynorm bench --shape 2,320,128,128 --channels-last --activation silu
   python -m steadynorm bench --shape 1,32,128,128,128 --shape 1,64,64,64,64 --groups 8 --channels-last \\
       --activation relu --pass training --json times.json --plot times.png
   python -m steadynorm bench --shape 16,512,4096 --dtype bf16,fp32 --peers eager --device cpu
+  python -m steadynorm bench --cases all --dtype fp32,bf16 --device cpu --budget 600
 
 columns:
   time       GPU: device time of a CUDA graph's replay with a cold L2. CPU: wall time of a call, caches warm.
@@ -43,13 +46,15 @@ columns:
   rung       what served our call
   format     of y: kept, or restored by a copy that the time includes, or lost
 
-exit status: 0 done, 1 our arm failed, 2 bad options, 130 interrupted; what was measured is written
+exit status: 0 done, 1 our arm or writing failed, 2 bad options, 130 interrupted; what was measured is written
 """
 
 
 @dataclass(frozen=True)
 class Job:
-    """One call to time: x is [N, C, *]; forward is without gradients, training with a backward."""
+    """One call to time: x is [N, C, *]; forward is without gradients, training with a backward. `case` is the
+    shape's name, where it has one.
+    """
 
     shape: tuple[int, ...]
     groups: int
@@ -57,6 +62,7 @@ class Job:
     dtype: str
     activation: str
     which: str
+    case: str | None = None
 
     @property
     def bytes(self) -> int:
@@ -66,6 +72,7 @@ class Job:
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape))
         call = f"{shape}, {self.groups} groups, {self.layout}, {self.dtype}, {self.activation}"
+        call = f"{self.case}, {call}" if self.case else call
         return f"{call}: {'forward' if self.which == 'forward' else 'forward + backward'}"
 
 
@@ -85,14 +92,18 @@ def picture(text: str) -> Path:
     return path
 
 
-def seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be seconds above 0, got '{text}'")
-    return value
+def named(text: str) -> list[cases.Case]:
+    """An argument type: cases by the beginnings of their names, or all, from small to large."""
+    root = provenance.repository()
+    if root is None:
+        raise argparse.ArgumentTypeError("needs a checkout, which has cases/cases.csv, got none")
+    every = [*cases.read_cases(root / "cases" / "cases.csv"), *cases.small_cases()]
+    chosen = [case for case in every if text == "all" or case.name.startswith(tuple(text.split(",")))]
+    if not chosen or "" in text.split(","):
+        raise argparse.ArgumentTypeError(
+            f"must be all or beginnings of names in cases/cases.csv, got '{text}'"
+        )
+    return sorted(chosen, key=lambda case: case.elements)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -103,7 +114,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--shape", dest="shapes", action="append", type=shape_from, metavar="N,C,*",
         help="sizes of x; repeat it for more shapes")  # fmt: skip
-    add("--groups", type=whole(1), default=32, metavar="G", help="default: 32")
+    add("--cases", type=named, metavar="NAMES", help="instead of --shape, --groups and --channels-last, in a "
+        "checkout: shapes of cases/cases.csv and small ones by the beginnings of names, between commas, "
+        "or all; on the CPU those of at most 256 MiB in fp32")  # fmt: skip
+    add("--groups", type=whole(1), metavar="G", help="default: 32")
     add("--channels-last", action="store_true", help="x in channels_last (4-D) or channels_last_3d (5-D)")
     add("--dtype", type=words(tuple(arms.DTYPES)), default=["bf16"], help="bf16,fp16,fp32 (default: bf16)")
     add("--activation", type=words(tuple(ACTIVATIONS)), default=["none"],
@@ -116,12 +130,23 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--device", choices=machine.DEVICES, default=machine.default_device(),
         help="default: cuda where there is a GPU")  # fmt: skip
     add("--repeats", type=whole(3), metavar="R", help="of each time (default: 5 to 40, by how long it takes)")
-    add("--budget", type=seconds, default=math.inf, metavar="SECONDS", help="start nothing after this")
+    add("--budget", type=above_zero("seconds"), default=math.inf, metavar="SECONDS",
+        help="start nothing after this")  # fmt: skip
     add("--json", type=writable, metavar="FILE", help="write every number there too")
+    add("--commit", help="the commit to record, where no repository tells (a copied tree)")
     add("--plot", type=picture, metavar="FILE", help="draw the times: a .png or .svg; needs matplotlib")
     options = parser.parse_args(arguments)
-    if not options.shapes:
+    if options.cases:
+        if options.shapes or options.groups or options.channels_last:
+            parser.error("--cases: has shapes, groups and layouts of its own, got --shape, --groups or "
+                         "--channels-last too")  # fmt: skip
+        most = MOST_BYTES[options.device]
+        options.cases = [case for case in options.cases if case.bytes("fp32") <= most]
+        if not options.cases:
+            parser.error("--cases: must have one of at most 256 MiB on the CPU, got none")
+    elif not options.shapes:
         parser.error("--shape: must be given, expected N,C,*, got none (--help has examples)")
+    options.shapes, options.groups = options.shapes or [], options.groups or 32
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: cuda needs a GPU that PyTorch can use, got none")
     for shape in options.shapes:
@@ -141,8 +166,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def jobs_of(options: argparse.Namespace) -> list[Job]:
     layout = "channels_last" if options.channels_last else "contiguous"
     passes = PASSES if options.which == "both" else (options.which,)
-    every = itertools.product(options.shapes, options.dtype, options.activation, passes)
-    return [Job(shape, options.groups, layout, *rest) for shape, *rest in every]
+    shapes = [(shape, options.groups, layout, None) for shape in options.shapes]
+    shapes += [(case.shape, case.groups, case.layout, case.name) for case in options.cases or ()]
+    every = itertools.product(shapes, options.dtype, options.activation, passes)
+    return [Job(*shape, *rest, name) for (*shape, name), *rest in every]
 
 
 def format_of(arm: str, y: torch.Tensor, o: arms.Operands) -> str:
@@ -184,8 +211,8 @@ def measure(job: Job, peers: list[str], timer: timing.Timer | timing.CpuTimer, c
             worst, checked = errors.measure(o, results)
             for arm, of in worst.items():
                 found[arm].update(of)
-        except torch.OutOfMemoryError:
-            checked = "nothing: out of memory"
+        except RuntimeError as error:  # no memory, as a rule: the CPU's allocator names it no further
+            checked = f"nothing: {output.failure(error)['error']}"
         del result
         results.clear()
     output.progress(f"{job}: times", detail=True)
@@ -276,57 +303,85 @@ def draw(path: Path, told: str, jobs: list[Job], rows: list[dict]) -> None:
     figure.savefig(path, dpi=150)
 
 
+def plan(options: argparse.Namespace, jobs: list[Job], device: str) -> str:
+    """What will be done, before it is; how long it takes shows after the first of them."""
+    beside = f"ours beside {', '.join(options.peers)}" if options.peers else "ours"
+    arms_ms = BUDGET_MS[options.device] * (1 + len(options.peers))
+    return (
+        f"{device}, torch {torch.__version__}: {len(jobs)} times {beside}\n"
+        f"Repeats take {output.format_seconds(1e-3 * arms_ms * len(jobs))} in all; large tensors, compiling "
+        "and errors take more. Ctrl-C ends it: what was measured stands."
+        + (f"\n{output.destination(options.json)}" if options.json else "")
+    )
+
+
+def left(began: float, done: int, count: int) -> str:
+    """How long the rest takes, if it is as what was done."""
+    if not done:
+        return ""
+    return f", {output.format_seconds((time.monotonic() - began) / done * (count - done))} left"
+
+
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     jobs = jobs_of(options)
-    deadline = time.monotonic() + options.budget
-    head = {**machine.head(options.device), "device_type": options.device, "threads": torch.get_num_threads()}
+    began = time.monotonic()
+    head = {**machine.head(options.device, options.commit), "threads": torch.get_num_threads()}
+    print(plan(options, jobs, head["device"]), flush=True)
+    told = f"{head['device']}, torch {torch.__version__}"
     rows: list[dict] = []
     stopped = None
-    ours_failed = False
-    told = f"{head['device']}, torch {torch.__version__}"
+
+    def save(stopped: str | None) -> bool:
+        return options.json is None or output.save(options.json, {**head, "stopped": stopped}, rows)
+
     try:
-        output.progress("copy rate")
-        budget_ms = BUDGET_MS[options.device]
-        timer = {"cuda": timing.Timer, "cpu": timing.CpuTimer}[options.device](budget_ms, options.repeats)
-        copy_rate = head["copy_bytes_per_second"] = timer.copy_rate()
-        kind = (
-            "device time, cold L2"
-            if options.device == "cuda"
-            else f"wall time on the CPU, {head['threads']} threads"
-        )
-        told += f": {kind}; copy rate {copy_rate / 1e9:.4g} GB/s"
-        output.progress("")
-        print(told, flush=True)
-        for number, job in enumerate(jobs, 1):
-            if time.monotonic() > deadline:
-                stopped = f"the budget of {options.budget:g} s was spent after {number - 1} of {len(jobs)}"
-                break
-            output.progress(f"[{number}/{len(jobs)}] {job}")
-            try:
-                row = measure(job, options.peers, timer, copy_rate)
-            except RuntimeError as error:  # no memory for the operands, as a rule
-                row = {**asdict(job), "error": output.failure(error)["error"]}
+        with session():
+            output.progress("copy rate")
+            budget_ms = BUDGET_MS[options.device]
+            timer = {"cuda": timing.Timer, "cpu": timing.CpuTimer}[options.device](budget_ms, options.repeats)
+            copy_rate = head["copy_bytes_per_second"] = timer.copy_rate()
+            kind = (
+                "device time, cold L2"
+                if options.device == "cuda"
+                else f"wall time on the CPU, {head['threads']} threads"
+            )
+            told += f": {kind}; copy rate {copy_rate / 1e9:.4g} GB/s"
+            output.progress("")
+            print(told, flush=True)
+            measuring = time.monotonic()
+            for number, job in enumerate(jobs, 1):
+                if time.monotonic() - began > options.budget:
+                    stopped = (
+                        f"the budget of {options.budget:g} s was spent after {number - 1} of {len(jobs)}"
+                    )
+                    break
+                output.progress(f"[{number}/{len(jobs)}] {job}{left(measuring, number - 1, len(jobs))}")
+                try:
+                    row = measure(job, options.peers, timer, copy_rate)
+                    shown = table(job, row)
+                except Exception as error:  # no memory for the operands, as a rule
+                    row = {**asdict(job), **output.failure(error)}
+                    shown = f"{job}\nleft out: {row['error']}"
                 output.progress("")
-                print(f"\n{job}\nleft out: {row['error']}", flush=True)
-                ours_failed = True
-            else:
-                output.progress("")
-                print("\n" + table(job, row), flush=True)
-                ours_failed |= "error" in row["arms"]["ours"]
-            rows.append(row)
-            if options.device == "cuda":
-                torch.cuda.empty_cache()
+                print(f"\n{shown}", flush=True)
+                rows.append(row)
+                save("not finished")
+                if options.device == "cuda":
+                    torch.cuda.empty_cache()
     except KeyboardInterrupt:
         stopped = f"interrupted after {len(rows)} of {len(jobs)}"
     output.progress("")
     if stopped:
         print(f"bench: {stopped}", file=sys.stderr)
-    if options.json:
-        output.write_json(options.json, {**head, "stopped": stopped}, rows)
+    saved = save(stopped)
     timed = [(job, row) for job, row in zip(jobs, rows, strict=False) if "arms" in row]
     if options.plot and timed:
-        draw(options.plot, told, *map(list, zip(*timed, strict=True)))
+        try:
+            draw(options.plot, told, *map(list, zip(*timed, strict=True)))
+        except OSError as error:
+            print(f"bench: {options.plot} could not be written: {error.strerror}", file=sys.stderr)
+            saved = False
     if stopped and stopped.startswith("interrupted"):
         return 130
-    return 1 if ours_failed else 0
+    return 1 if not saved or any("error" in row or "error" in row["arms"]["ours"] for row in rows) else 0

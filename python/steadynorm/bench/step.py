@@ -4,64 +4,29 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shutil
-import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import torch
 
-from . import provenance, step_report
+from . import machine, output, provenance, step_report
+from .options import Parser, default_output, whole, words, writable
+from .session import session
 from .step_arms import ARMS, OURS, OURS_FP32
-from .step_run import PARTS, Measured, Options, new_result, release, repeat, summarise
+from .step_run import PAIRED_PARTS, PARTS, Measured, Options, new_result, release, repeat, summarise
 from .step_training import Scale
 from .unet import GROUPS
 
 GIB = 2**30
 FULL, SMALL = (8, 7), (4,)  # default scales with a GPU, and without
 SMALLEST, LARGEST = 4, 10
-SECONDS = {8: 240, 7: 90}  # of a whole run on an NVIDIA H200, not measured yet
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        print(f"step: {message}", file=sys.stderr)
-        raise SystemExit(2)
-
-
-def number(low: int, high: int, rule: str = ""):
-    """An argument type: an integer in [low, high]."""
-
-    def parse(text: str) -> int:
-        value = int(text) if text.isascii() and text.isdigit() else -1
-        if not low <= value <= high or (rule and value % GROUPS):
-            raise argparse.ArgumentTypeError(
-                f"expected {rule or 'an integer'} from {low} to {high}, got {text}"
-            )
-        return value
-
-    return parse
-
-
-def words(allowed: tuple[str, ...], count: int | None = None):
-    """An argument type: words of `allowed` between commas."""
-
-    def parse(text: str) -> list[str]:
-        chosen = text.split(",")
-        if not set(chosen) <= set(allowed) or len(chosen) != (count or len(chosen)):
-            rule = f"{count} words" if count else "words"
-            raise argparse.ArgumentTypeError(f"expected {rule} of {', '.join(allowed)}, got '{text}'")
-        return chosen if count else list(dict.fromkeys(chosen))
-
-    return parse
+LEAST_REPLICATES = 6
+SECONDS = {8: 210, 7: 63}  # of a whole run: NVIDIA H200, 2026-12-01, 273 s together, shared out by the step
 
 
 def scales(text: str) -> list[int]:
-    one = number(SMALLEST, LARGEST)
+    one = whole(SMALLEST, LARGEST)
     return list(dict.fromkeys(one(word) for word in text.split(",")))
 
 
@@ -83,7 +48,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         type=scales,
         help="n: a cube of 2^n voxels an edge and n - 2 levels (8,7; without a GPU 4)",
     )
-    add("--width", type=number(GROUPS, 1024, f"a multiple of {GROUPS}"), default=64,
+    add("--width", type=whole(GROUPS, 1024, GROUPS), default=64,
         help="channels at full resolution, doubled at each level (64)")  # fmt: skip
     add("--arms", type=words(tuple(ARMS)), default=list(ARMS), help=f"({','.join(ARMS)})")
     add("--parts", type=words(PARTS), default=list(PARTS),
@@ -92,22 +57,27 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         f"bits in processes of their own ({','.join(PARTS)})")  # fmt: skip
     add("--trace-difference", type=words(tuple(ARMS), 2), metavar="ARM,ARM",
         help="only trace where the steps of these two first differ")  # fmt: skip
-    add("--replicates", type=number(2, 1000), default=6, help="at least 2 (6)")
-    add("--steps", type=number(1, 1000), default=1, help="timed steps of an arm in a replicate (1)")
-    add("--loss-steps", type=number(1, 10000), default=23, help="steps after which losses are compared (23)")
-    add("--processes", type=number(2, 100), default=3, help="how many repeat a step (3)")
-    add(
-        "--output",
-        type=Path,
-        help="default: bench/results/<device>-step.json in a checkout, else in this folder",
-    )
+    add("--replicates", type=whole(LEAST_REPLICATES, 1000), default=LEAST_REPLICATES,
+        help=f"at least {LEAST_REPLICATES} ({LEAST_REPLICATES})")  # fmt: skip
+    add("--steps", type=whole(1, 1000), default=1, help="timed steps of an arm in a replicate (1)")
+    add("--loss-steps", type=whole(1, 10000), default=23, help="steps after which losses are compared (23)")
+    add("--processes", type=whole(2, 100), default=3, help="how many repeat a step (3)")
+    add("--output", type=writable, metavar="FILE", help="the JSON (default: <device>-step.json, in "
+        "bench/results of a checkout with a GPU, else in the current folder)")  # fmt: skip
     add("--commit", help="the commit to record, where no repository tells (a copied tree)")
     options = parser.parse_args(arguments)
     if options.trace_difference:
         options.parts, options.arms = ["trace"], list(dict.fromkeys(options.trace_difference))
-    gpu = torch.cuda.is_available()
-    options.device = torch.device("cuda" if gpu else "cpu")
+    options.device = torch.device(machine.default_device())
+    gpu = options.device.type == "cuda"
     options.scales = options.scales or list(FULL if gpu else SMALL)
+    for part in PAIRED_PARTS:
+        lacking = {OURS_FP32, OURS} - set(options.arms)
+        if lacking and options.parts == [part] and not options.trace_difference:
+            parser.error(
+                f"--parts: {part} needs the arms {OURS_FP32} and {OURS}, got {','.join(options.arms)}"
+            )
+    options.output = options.output or default_output(place(options.device.type))
     return options
 
 
@@ -120,7 +90,7 @@ def check_memory(chosen: list[Scale], arms: list[str], free: int) -> str | None:
         smaller = (Scale(n, scale.width) for n in range(scale.number - 1, SMALLEST - 1, -1))
         fits = next((s for s in smaller if min(s.need_bytes(arm) for arm in arms) <= free), None)
         advice = f"; scale {fits.number} fits: --scales {fits.number}" if fits else ""
-        expected = f"scale {scale.number} needs about {need / GIB:.3g} GiB of device memory"
+        expected = f"scale {scale.number} needs about {need / GIB:.3g} GiB of the device's memory"
         return f"{expected}, got {free / GIB:.3g} GiB free{advice}"
     return None
 
@@ -131,20 +101,17 @@ def intention(options: argparse.Namespace, chosen: list[Scale], device: str) -> 
         f"step: {', '.join(options.parts)} of a training step on {device}, arms {', '.join(options.arms)}",
         *(step_report.title(new_result(scale, [])) for scale in chosen),
         f"synthetic volume, batch 1, bf16 autocast, channels_last_3d, {options.replicates} replicates of "
-        f"{options.steps} steps",
+        f"{options.steps} {'step' if options.steps == 1 else 'steps'}",
     ]
     if options.device.type == "cpu":
-        lines.append(
-            "no GPU: a small step on the CPU, a minute or two; it shows that this runs, and is no proof"
+        small = (
+            "a small step on the CPU, a minute or two" if options.scales == [*SMALL] else "a step on the CPU"
         )
+        lines.append(f"no GPU: {small}; it shows that this runs, and is no proof")
     elif all(scale.number in SECONDS and scale.width == 64 for scale in chosen):
         seconds = sum(SECONDS[scale.number] for scale in chosen)
-        lines.append(f"about {seconds / 60:.2g} minutes with all parts and arms on an NVIDIA H200")
-    return "\n".join(lines)
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        lines.append(f"{output.format_seconds(seconds)} with all parts and arms on an NVIDIA H200")
+    return "\n".join([*lines, output.destination(options.output)])
 
 
 def describe(options: argparse.Namespace) -> dict:
@@ -161,32 +128,17 @@ def describe(options: argparse.Namespace) -> dict:
         "trace_difference",
     )
     return {
-        **provenance.source(options.commit),
-        "date": provenance.today(),
-        "device": device_name(options.device),
-        "driver": (provenance.gpu() or {}).get("driver"),
-        "versions": {
-            **provenance.versions("steadynorm", "torch", "triton"),
-            "torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
-        },
+        **machine.head(options.device.type, options.commit),
         "options": {key: getattr(options, key) for key in keys},
         "volume": "synthetic",
-    }  # fmt: skip
+    }
 
 
-def default_output(options: argparse.Namespace) -> Path:
-    """A CPU's figures are no result: they go where the command runs."""
-    name = f"{provenance.slug(device_name(options.device))}-step.json"
-    root = provenance.repository() if options.device.type == "cuda" else None
+def place(device: str) -> Path:
+    """Where results go: a CPU's figures are none, and go to where the command runs."""
+    name = f"{provenance.slug(machine.name(device))}-step.json"
+    root = provenance.repository() if device == "cuda" else None
     return root / "bench" / "results" / name if root else Path(name)
-
-
-def write(path: Path, content: dict) -> None:
-    """Complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    partial.replace(path)
 
 
 def measure(options: argparse.Namespace, chosen: list[Scale], results: list[dict], tell, save) -> None:
@@ -199,9 +151,14 @@ def measure(options: argparse.Namespace, chosen: list[Scale], results: list[dict
     for scale in chosen:
         results.append(new_result(scale, options.arms))
         tell(step_report.title(results[-1]))
-        for part in Measured(scale, of_run, results[-1], tell).run():
-            summarise(results[-1])
-            save(f"not finished, {part} of scale {scale.number} done")
+        try:
+            for part in Measured(scale, of_run, results[-1], tell).run():
+                summarise(results[-1])
+                save(f"not finished, {part} of scale {scale.number} done")
+        except torch.OutOfMemoryError as error:  # of what all arms share: the next scale may fit
+            tell(f"scale {scale.number} left out: {error}")
+            for of in results[-1]["arms"].values():
+                of.setdefault("error", output.failure(error)["error"])
         release(options.device)
     if "processes" in options.parts:
         repeat(chosen, of_run, results, tell)
@@ -211,48 +168,41 @@ def main(arguments: list[str] | None = None) -> int:
     """The command: returns its exit status."""
     options = parse_arguments(arguments)
     chosen = [Scale(n, options.width) for n in options.scales]
-    if options.device.type == "cuda":
-        problem = check_memory(chosen, options.arms, torch.cuda.mem_get_info(options.device)[0])
-        if problem:
-            print(f"step: {problem}", file=sys.stderr)
-            return 2
-    head, path = describe(options), options.output or default_output(options)
+    problem = check_memory(chosen, options.arms, machine.free_bytes(options.device.type))
+    if problem:
+        print(f"bench: {problem}", file=sys.stderr)
+        return 2
+    head = describe(options)
     print(intention(options, chosen, head["device"]), flush=True)
-    began, results, stopped, cache = time.monotonic(), [], None, None
+    began, results, stopped = time.monotonic(), [], None
 
     def tell(line: str) -> None:
         print(f"[{time.monotonic() - began:.0f} s] {line}", flush=True)
 
-    def save(stopped: str | None) -> None:
+    def save(stopped: str | None) -> bool:
         seconds = round(time.monotonic() - began, 1)
-        write(path, {**head, "seconds": seconds, "stopped": stopped, "scales": results})
+        return output.save(
+            options.output, {**head, "seconds": seconds, "stopped": stopped}, results, "scales"
+        )
 
-    # Of this run alone: no choice of an earlier one is taken over.
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        cache = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="steadynorm-bench-")
-    # As Ctrl-C: what was measured is written.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        measure(options, chosen, results, tell, save)
+        with session():
+            measure(options, chosen, results, tell, save)
     except KeyboardInterrupt:
         stopped = "interrupted"
-    except RuntimeError as error:  # of the device itself, or of a process: what came before stands
-        stopped = f"{type(error).__name__}: {error}"[:300]
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        if cache:
-            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
-            shutil.rmtree(cache, ignore_errors=True)
+    except Exception as error:  # of the device itself, or of a process: what came before stands
+        stopped = output.failure(error)["error"]
     for result in results:
         summarise(result)
-    save(stopped)
+    saved = save(stopped)
     print("\n" + "\n\n".join(step_report.text(result) for result in results))
     if stopped:
         print(f"stopped early: {stopped}")
-    print(f"wrote {path} after {time.monotonic() - began:.0f} s")
+    if saved:
+        print(f"wrote {options.output} after {time.monotonic() - began:.0f} s")
     if stopped == "interrupted":
         return 130
     failed = any(
         "error" in of for result in results for arm, of in result["arms"].items() if arm in (OURS, OURS_FP32)
     )
-    return 1 if failed or stopped else 0
+    return 1 if failed or stopped or not saved else 0

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .output import failure
 from .step_training import Scale, Training, deterministic
 
 CHUNK = 1 << 24  # values that are mixed at once: eight bytes each, a few times
@@ -222,7 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
                 try:
                     found = one_step(training, arm)
                 except Exception as error:
-                    found = {"arm": arm, "error": f"{type(error).__name__}: {error}"[:300]}
+                    found = {"arm": arm, **failure(error)}
             told = {str(w.message).split(" does not have a deterministic")[0] for w in caught
                     if "deterministic implementation" in str(w.message)}  # fmt: skip
             print(json.dumps({"scale": int(number), **found, "not_deterministic": sorted(told)}), flush=True)

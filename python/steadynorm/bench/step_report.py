@@ -3,28 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from .output import aligned
 
 
 def signed(of: dict | None, unit: float = 1.0) -> str:
-    """`12.3 ± 0.4`: a mean and the half width of its 95 % interval, over `unit`; a dash for none."""
+    """`12.3 ± 0.4`: a mean and the half width of its 95 % interval, over `unit`; the value alone where all
+    replicates have the same, a dash for none.
+    """
     if of is None:
         return "–"
+    if not of["half_width"]:
+        return f"{of['mean'] / unit:.3f}"
     half = of["half_width"] / unit
     digits = 3 if half < 0.01 else 2 if half < 1 else 1
     return f"{of['mean'] / unit:.{digits}f} ± {half:.{digits}f}"
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Columns padded to their widest cell, the first one to the left."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            text.rjust(width) if i else text.ljust(width)
-            for i, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
 
 
 NAMED_SHARE = 1e-3  # of a step's device time: smaller ones are in the file alone
@@ -54,9 +46,9 @@ def item_lines(result: dict) -> list[list[str]]:
     lines = [["device time of one step, ms", *items]]
     lines += [[row, *(f"{of['rows_us'][row] / 1e3:.2f}" for of in items.values())] for row in rows]
     lines.append(["total", *(f"{of['total_us'] / 1e3:.2f}" for of in items.values())])
-    lines.append(
-        ["share of the first four", *(f"{100 * of['group_norm_share']:.1f} %" for of in items.values())]
-    )
+    shares = ("–" if of["group_norm_share"] is None else f"{100 * of['group_norm_share']:.1f} %"
+              for of in items.values())  # fmt: skip
+    lines.append(["share of GroupNorm, conversions and layout", *shares])
     return lines
 
 
@@ -94,8 +86,8 @@ def losses_told(of: dict) -> str:
     a, b = of["arms"]
     first = "the same" if of["same_first"] else "other"
     return (
-        f"losses of {a} and {b}: {first} bits at step 1, {of['relative_last']:.2g} apart (relative) at step "
-        f"{of['steps']}, at most {of['relative_largest']:.2g}"
+        f"losses of {a} and {b}: {first} bits at step 1, {float(of['relative_last']):.2g} apart (relative) "
+        f"at step {of['steps']}, at most {float(of['relative_largest']):.2g}"
     )
 
 
@@ -138,6 +130,6 @@ def outcome(result: dict) -> list[str]:
 
 def text(result: dict) -> str:
     """Everything of one scale."""
-    parts = [title(result), aligned([ARM_HEAD, *arm_lines(result)])]
-    parts += [aligned(item_lines(result))] if result.get("items") else []
-    return "\n".join([*parts, *outcome(result), *told(result)])
+    lines = [title(result), *aligned([ARM_HEAD, *arm_lines(result)])]
+    lines += aligned(item_lines(result)) if result.get("items") else []
+    return "\n".join([*lines, *outcome(result), *told(result)])

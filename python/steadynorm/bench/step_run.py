@@ -16,12 +16,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from .. import rungs
 from . import step_bits
+from .output import failure
 from .paired import Interval, difference, interval
 from .step_arms import ARMS, OURS, OURS_FP32
 from .step_items import Shapes, itemise, kernels_of
 from .step_training import Scale, Training, deterministic
 
 PARTS = ("time", "profile", "losses", "trace", "processes")
+PAIRED_PARTS = ("losses", "trace")  # of ours in fp32 and ours
 Tell = Callable[[str], None]
 
 
@@ -37,11 +39,6 @@ class Options:
     processes: int
     pair: tuple[str, str]
     device: torch.device
-
-
-def failure(error: Exception) -> str:
-    """An error short enough for a table of results."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 def release(device: torch.device) -> None:
@@ -79,9 +76,9 @@ class Measured:
             self.training.use(arm)
             return work()
         except Exception as caught:
-            error = failure(caught)
-        self.result["arms"][arm]["error"] = error
-        self.tell(f"{arm} failed: {error}")
+            error = failure(caught)  # not the error itself, which would hold the step's tensors
+        self.result["arms"][arm] |= error
+        self.tell(f"{arm} failed: {error['error']}")
         self.training.restart()  # a part of a step may have been made
         return None
 
@@ -153,13 +150,10 @@ class Measured:
         found = {}
         with deterministic():
             for arm in arms:
-                if arm in self.serving:
-                    found[arm] = self.attempt(
-                        arm, lambda arm=arm: step_bits.losses(self.training, arm, count)
-                    )
-        if all(found.get(arm) for arm in arms):
+                found[arm] = self.attempt(arm, lambda arm=arm: step_bits.losses(self.training, arm, count))
+        if all(found.values()):
             a, b = (found[arm] for arm in arms)
-            apart = [abs(x - y) / abs(x) for x, y in zip(a, b, strict=True)]
+            apart = [abs(x - y) / (abs(x) or 1.0) for x, y in zip(a, b, strict=True)]
             self.result["losses"] = {
                 "arms": list(arms), "steps": count, "losses": found, "relative_last": apart[-1],
                 "relative_largest": max(apart), "same_first": a[0] == b[0],
@@ -169,20 +163,24 @@ class Measured:
     def trace(self) -> None:
         """Where two arms first differ."""
         pair = self.options.pair
-        if set(pair) <= set(self.serving):
-            with deterministic():
-                found = self.attempt(pair[1], lambda: step_bits.difference(self.training, pair))
-            if found is not None:
-                self.result["trace"] = found
-                self.tell(f"traced {pair[0]} against {pair[1]}")
+        with deterministic():
+            found = self.attempt(pair[1], lambda: step_bits.difference(self.training, pair))
+        if found is not None:
+            self.result["trace"] = found
+            self.tell(f"traced {pair[0]} against {pair[1]}")
 
     def run(self) -> Iterator[str]:
         """Does each part that is asked for, and gives its name."""
         self.warm_up()
         for part in PARTS[:-1]:
-            if part in self.options.parts:
-                getattr(self, part)()
-                yield part
+            if part not in self.options.parts:
+                continue
+            lacking = sorted(set(self.options.pair) - set(self.serving)) if part in PAIRED_PARTS else []
+            if lacking:
+                self.tell(f"{part} left out: it needs {' and '.join(lacking)}")
+                continue
+            getattr(self, part)()
+            yield part
 
 
 def as_dict(of: Interval) -> dict:
@@ -210,17 +208,21 @@ def repeat(scales: list[Scale], options: Options, results: list[dict], tell: Tel
     serving = [arm for arm in options.arms if all("error" not in of["arms"][arm] for of in results)]
     if not serving:
         return
-    for line in step_bits.processes(options.processes, scales, serving, options.device):
-        told = line.get("error") or f"loss {float.fromhex(line['loss']):.9g}"
-        tell(f"process {line['process'] + 1}, scale {line['scale']}, {line['arm']}: {told}")
-        steps.setdefault((line["scale"], line["arm"]), []).append(line)
-    for result in results:
-        found = result["bits"] = {}
-        for arm in serving:
-            lines = steps.get((result["scale"], arm), [])
-            failed = [line["error"] for line in lines if "error" in line]
-            if failed:
-                found[arm] = {"error": failed[0]}
-            elif lines:
-                warned = sorted({name for line in lines for name in line["not_deterministic"]})
-                found[arm] = {**step_bits.compare(lines), "not_deterministic": warned}
+    try:
+        for line in step_bits.processes(options.processes, scales, serving, options.device):
+            told = line.get("error") or f"loss {float.fromhex(line['loss']):.9g}"
+            tell(f"process {line['process'] + 1}, scale {line['scale']}, {line['arm']}: {told}")
+            steps.setdefault((line["scale"], line["arm"]), []).append(line)
+    finally:  # of those that have ended, whatever ended the rest
+        for result in results:
+            lines_of = {arm: steps.get((result["scale"], arm), []) for arm in serving}
+            result["bits"] = {arm: same_bits(lines) for arm, lines in lines_of.items() if len(lines) > 1}
+
+
+def same_bits(lines: list[dict]) -> dict:
+    """What the processes' lines of one arm say; the first error where there is one."""
+    failed = next((line["error"] for line in lines if "error" in line), None)
+    if failed:
+        return {"error": failed}
+    warned = sorted({name for line in lines for name in line["not_deterministic"]})
+    return {**step_bits.compare(lines), "not_deterministic": warned}
