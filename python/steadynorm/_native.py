@@ -48,7 +48,7 @@ class Native:
 
     path: Path | None = None
     build: dict[str, Any] = field(default_factory=dict)  # what CMake wrote beside the library
-    # steadynorm::group_norm, when the library is loaded: as tracers know it, and what that calls, in eager code
+    # steadynorm::group_norm, when the library is loaded: as tracers know it, and what that calls
     traced: Callable[..., torch.Tensor] | None = None
     operator: Callable[..., torch.Tensor] | None = None
     reason: str | None = None  # why it isn't

@@ -122,11 +122,11 @@ def serve(
     if is_compiling():
         return _inlined(arguments)
     if _may_serve(native_rung, module) and (input.is_cpu or why_not_native(input.device) is None):
-        # PyTorch asks of each argument whether it overrides the operator: without defaults at the end there
-        # are fewer. A call of 2.6 us takes 2.4 (CPU, 1 x 32 x 2 x 2, 2026-12-01).
-        given = arguments[:5] if out_dtype is None and activation == "none" else arguments
+        # PyTorch asks each argument whether it overrides the operator: fewer of them, without the schema's
+        # defaults at the end, save 0.3 of 2.5 us (CPU, 2026-12-01).
+        given = 7 if out_dtype is not None else 6 if activation != "none" else 5 if eps != 1e-5 else 4
         try:
-            output = native.operator(*given)
+            output = native.operator(*arguments[:given])
         except Exception as error:
             if not _next_serves(native_rung, module, error, arguments):
                 raise
