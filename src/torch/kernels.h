@@ -12,6 +12,7 @@
 #include <c10/core/Allocator.h>
 
 #include <tuple>
+#include <utility>
 
 #include "torch/composition.h"
 #include "torch/tensor_args.h"
@@ -22,6 +23,37 @@ namespace steadynorm::binding {
 template <class Backend>
 at::DataPtr workspace(std::size_t bytes) {
   return bytes == 0 ? at::DataPtr() : Backend::allocator()->allocate(bytes);
+}
+
+// A workspace of at most so many bytes lies behind the statistics, in their allocation: for a small tensor on
+// a GPU one allocation less is some twentieth of a call, and what is saved for backward grows by no more.
+constexpr std::size_t kWorkspaceBehind = 4096;
+
+struct StatisticsAndWorkspace {
+  Tensor statistics;  // float32 [3, N, G]
+  at::DataPtr own;    // the workspace, unless it is behind
+  void* workspace;
+};
+
+template <class Backend>
+StatisticsAndWorkspace statistics_and_workspace(const Problem& problem, std::size_t bytes) {
+  const std::int64_t sizes[] = {3, problem.samples, problem.groups};
+  const auto make = [](at::IntArrayRef of) {
+    return Backend::empty(of, at::kFloat, at::MemoryFormat::Contiguous);
+  };
+  if (bytes == 0 || bytes > kWorkspaceBehind) {
+    Tensor statistics = make(sizes);
+    at::DataPtr own = workspace<Backend>(bytes);
+    void* space = own.get();
+    return {std::move(statistics), std::move(own), space};
+  }
+  constexpr std::int64_t kAlignment = 256 / sizeof(float);
+  const std::int64_t begin = (sizes[0] * sizes[1] * sizes[2] + kAlignment - 1) / kAlignment * kAlignment;
+  const auto words = static_cast<std::int64_t>((bytes + sizeof(float) - 1) / sizeof(float));
+  Tensor statistics = make({begin + words});
+  void* space = statistics.mutable_data_ptr<float>() + begin;
+  statistics.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return {std::move(statistics), {}, space};
 }
 
 template <class Backend>
@@ -53,14 +85,13 @@ std::tuple<Tensor, Tensor> forward(const Tensor& input, const OptionalTensor& we
       return {y.to(wanted).contiguous(o.format), statistics};
     }
     const Tensor y = output_like<Backend>(o, input, stored);
-    const Tensor statistics =
-        Backend::empty({3, o.problem.samples, o.problem.groups}, at::kFloat, at::MemoryFormat::Contiguous);
     auto arguments = forward_arguments<Backend>(o, y);
-    arguments.statistics = static_cast<float*>(mutable_data(statistics));
-    const at::DataPtr space = workspace<Backend>(Backend::forward_workspace(o.problem, arguments));
-    arguments.workspace = space.get();
+    const auto made =
+        statistics_and_workspace<Backend>(o.problem, Backend::forward_workspace(o.problem, arguments));
+    arguments.statistics = static_cast<float*>(mutable_data(made.statistics));
+    arguments.workspace = made.workspace;
     Backend::forward(o.problem, arguments);
-    return {stored == wanted ? y : y.to(wanted), statistics};
+    return {stored == wanted ? y : y.to(wanted), made.statistics};
   });
 }
 

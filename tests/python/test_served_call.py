@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 import steadynorm
-from helpers import normal
+from helpers import LAYOUTS, laid_out, normal
 from steadynorm import module, rungs
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -109,3 +109,27 @@ def test_defaults_at_the_end_are_not_passed_and_everything_else_is(monkeypatch, 
 def test_what_leaves_defaults_out_knows_the_schemas(norm):
     arguments = torch.ops.steadynorm.group_norm.default._schema.arguments
     assert [a.default_value for a in arguments[4:]] == [1e-5, "none", None]
+
+
+@pytest.mark.parametrize(
+    "shape, groups",
+    [
+        ((2, 6, 5), 3),
+        ((1, 32, 2, 2), 2),
+        ((0, 6, 5), 3),
+        ((3, 4, 7, 5, 3), 4),
+        ((2, 64, 33, 40), 8),
+        ((300, 64, 7), 32),
+    ],
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_statistics_bring_at_most_a_small_workspace_along(shape, groups, layout):
+    x = laid_out(normal(*shape), layout) if len(shape) > 3 else normal(*shape)
+    _, statistics = torch.ops.steadynorm.group_norm_forward(x, None, None, shape[1] // groups)
+    assert statistics.shape == (3, shape[0], groups)
+    assert statistics.is_contiguous()
+    assert statistics.storage_offset() == 0
+    mean = x.double().unflatten(1, (groups, -1)).flatten(2).mean(-1)
+    torch.testing.assert_close(statistics[0].double() + statistics[1].double(), mean, rtol=1e-6, atol=1e-6)
+    behind = statistics.untyped_storage().nbytes() - 4 * statistics.numel()
+    assert behind <= 256 + 4096
