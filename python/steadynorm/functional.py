@@ -111,7 +111,7 @@ def _stock_dtype(input: torch.Tensor) -> torch.dtype | None:
     """
     if input.is_cpu:
         return None
-    if input.is_cuda:  # asking a device for its type takes twice as long as all of the rest
+    if input.is_cuda:  # asking a device for its type takes longer than all of the rest
         autocast = torch.is_autocast_enabled("cuda")
     else:
         device_type = input.device.type

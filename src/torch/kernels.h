@@ -25,8 +25,8 @@ at::DataPtr workspace(std::size_t bytes) {
   return bytes == 0 ? at::DataPtr() : Backend::allocator()->allocate(bytes);
 }
 
-// A workspace of at most so many bytes lies behind the statistics, in their allocation: for a small tensor on
-// a GPU one allocation less is some twentieth of a call, and what is saved for backward grows by no more.
+// A workspace of at most so many bytes lies behind the statistics, in their allocation: a small tensor's call
+// allocates once less, and what is saved for backward grows by no more than these.
 constexpr std::size_t kWorkspaceBehind = 4096;
 
 struct StatisticsAndWorkspace {
