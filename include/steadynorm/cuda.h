@@ -37,6 +37,11 @@ struct BackwardArguments {
 std::size_t forward_workspace(const Problem&);
 std::size_t backward_workspace(const Problem&);
 
+// The bytes that these very arguments need on the current device, at most the above. 0, so that `workspace`
+// may be null, where groups stay on chip. Of the arguments all but `workspace` and `statistics` are set.
+std::size_t forward_workspace(const Problem&, const ForwardArguments&);
+std::size_t backward_workspace(const Problem&, const BackwardArguments&);
+
 // InvalidArgument by validate(); Unsupported when the build has no code for the device; DeviceError when a
 // launch fails.
 void forward(const Problem&, const ForwardArguments&, Stream);

@@ -48,7 +48,9 @@ class Native:
 
     path: Path | None = None
     build: dict[str, Any] = field(default_factory=dict)  # what CMake wrote beside the library
-    operator: Callable[..., torch.Tensor] | None = None  # steadynorm::group_norm, when the library is loaded
+    # steadynorm::group_norm, when the library is loaded: as tracers know it, and what that calls
+    traced: Callable[..., torch.Tensor] | None = None
+    operator: Callable[..., torch.Tensor] | None = None
     reason: str | None = None  # why it isn't
 
 
@@ -78,7 +80,8 @@ def load(search_path: Iterable[str]) -> Native:
             native.reason = f"{LIBRARY} can't be loaded: {type(cause).__name__}: {cause}"
         else:
             batching.register()
-            native.operator = torch.ops.steadynorm.group_norm.default
+            native.traced = torch.ops.steadynorm.group_norm.default
+            native.operator = native.traced._op  # without a frame that only passes the arguments on: 0.2 us
     return native
 
 

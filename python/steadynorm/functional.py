@@ -109,9 +109,11 @@ def _stock_dtype(input: torch.Tensor) -> torch.dtype | None:
 
     Autocast's list of fp32 operators has group_norm on CUDA, not on the CPU; fp64 is left alone (torch 2.11).
     """
-    if input.is_cpu or input.dtype == torch.float64:
+    if input.is_cpu:
         return None
-    device_type = input.device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        return torch.float32
-    return None
+    if input.is_cuda:  # asking a device for its type takes longer than all of the rest
+        autocast = torch.is_autocast_enabled("cuda")
+    else:
+        device_type = input.device.type
+        autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return torch.float32 if autocast and input.dtype != torch.float64 else None

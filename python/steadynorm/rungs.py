@@ -12,6 +12,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.compiler import is_compiling
 
 from . import _native, compiled, eager
 from .latch import Rung, warn
@@ -118,11 +119,16 @@ def serve(
     if type(num_groups) is not int or type(eps) is not float or type(activation) is not str:
         num_groups, eps = eager.plain(num_groups, eps, activation)
     arguments = (input, num_groups, weight, bias, eps, activation, out_dtype)
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return _inlined(arguments)
-    if _may_serve(native_rung, module) and (input.is_cpu or why_not_native(input.device) is None):
+    if _may_serve(native_rung, module) and (
+        input.is_cpu or _refused.get(input.device, "") is None or why_not_native(input.device) is None
+    ):
+        # PyTorch asks each argument whether it overrides the operator: fewer of them, without the schema's
+        # defaults at the end, save 0.3 of 2.5 us (CPU, 2026-12-01).
+        given = 7 if out_dtype is not None else 6 if activation != "none" else 5 if eps != 1e-5 else 4
         try:
-            output = native.operator(*arguments)
+            output = native.operator(*arguments[:given])
         except Exception as error:
             if not _next_serves(native_rung, module, error, arguments):
                 raise
@@ -148,7 +154,7 @@ def _inlined(arguments: tuple[Any, ...]) -> torch.Tensor:
     """In a trace of the user's: by the process's state alone, and nothing is caught or recorded."""
     device = arguments[0].device
     if native_rung.off is None and native_rung.failure is None and why_not_native(device) is None:
-        return native.operator(*arguments)
+        return native.traced(*arguments)
     return eager.group_norm(*arguments)
 
 
@@ -207,7 +213,7 @@ def why_not_native(device: torch.device) -> str | None:
         return native.reason
     if device not in _refused:
         reason = _native.why_not_on(native, device)
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return reason
         _refused[device] = reason
         if reason is not None:

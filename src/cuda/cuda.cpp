@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
@@ -14,6 +15,7 @@
 
 #include "core/dispatch.h"
 #include "cuda/kernels.h"
+#include "cuda/plan_cache.h"
 #include "cuda/planned.h"
 
 namespace steadynorm::cuda {
@@ -64,8 +66,9 @@ ParameterView view(const void* data, const Parameter& parameter, std::int64_t ch
   return {data, parameter.dtype, parameter.shape == ParameterShape::per_sample ? channels : 0};
 }
 
-void describe(Call& call, const Problem& p, const void* x, const void* weight, const void* bias) {
-  call.d = dimensions_of(p);
+void describe(Call& call, const Dimensions& d, const Problem& p, const void* x, const void* weight,
+              const void* bias) {
+  call.d = d;
   call.weight = view(weight, p.weight, p.channels);
   call.bias = view(bias, p.bias, p.channels);
   call.x_type = p.x;
@@ -85,161 +88,185 @@ bool vectors_are_aligned(std::initializer_list<const void*> tensors) {
                      [](const void* p) { return reinterpret_cast<std::uintptr_t>(p) % 16 == 0; });
 }
 
-// Validates, and says where kernels go: the first waits for all that is on the stream, the next overlap the
-// one in front.
-struct Prepared {
-  const Plan& plan;
+// Where kernels go: the first waits for all that is on the stream, the next overlap the one in front.
+struct Queues {
   Queue first, next;
+
+  Queues(const Plan& plan, Stream stream)
+      : first{static_cast<cudaStream_t>(stream), false},
+        next{static_cast<cudaStream_t>(stream), plan.overlap} {}
 };
 
-Prepared prepare(const Plan& plan, Stream stream) {
-  require_legal(plan, current_device());
-  return {
-      plan, {static_cast<cudaStream_t>(stream), false}, {static_cast<cudaStream_t>(stream), plan.overlap}};
+const Planned& planned(const Problem& problem) { return planned(problem, current_device()); }
+
+bool stays_on_chip(const Plan& plan, const ForwardArguments& a) {
+  return plan.forward_on_chip.cluster > 0 && vectors_are_aligned({a.x, a.y});
 }
 
-void require(const Problem& problem) {
-  validate(problem);
-  for (const DType dtype : {problem.x, problem.y})
-    if (dtype == DType::float64)
-      throw Unsupported("group_norm: the CUDA backend serves float32, bfloat16 and float16, got float64");
+bool stays_on_chip(const Plan& plan, const BackwardArguments& a) {
+  return plan.backward_on_chip.cluster > 0 && a.dx != nullptr && vectors_are_aligned({a.x, a.dy, a.dx});
 }
 
-void reduce(const ForwardCall& call, const Problem& problem, const Prepared& p) {
-  check(problem.layout == Layout::contiguous ? launch_statistics_contiguous(call, p.plan, p.first)
-                                             : launch_statistics_channels_last(call, p.plan, p.first),
+// Whether on chip the kernel leaves rows, of which launch_parameters makes gradients.
+bool sums_over_samples(const Problem& p, const BackwardArguments& a) {
+  return p.samples > 1 && ((a.dweight != nullptr && p.weight.shape == ParameterShape::per_channel) ||
+                           (a.dbias != nullptr && p.bias.shape == ParameterShape::per_channel));
+}
+
+void reduce(const ForwardCall& call, const Problem& problem, const Plan& plan, const Queues& queues) {
+  check(problem.layout == Layout::contiguous ? launch_statistics_contiguous(call, plan, queues.first)
+                                             : launch_statistics_channels_last(call, plan, queues.first),
         "the statistics kernel");
-  if (!call.merge_roots) check(launch_finalize(call, p.plan, p.next), "the merging kernel");
+  if (!call.merge_roots) check(launch_finalize(call, plan, queues.next), "the merging kernel");
 }
 
-void write(const ForwardCall& call, const Problem& problem, const Prepared& p) {
-  check(problem.layout == Layout::contiguous ? launch_apply_contiguous(call, p.plan, p.next)
-                                             : launch_apply_channels_last(call, p.plan, p.next),
+void write(const ForwardCall& call, const Problem& problem, const Plan& plan, const Queues& queues) {
+  check(problem.layout == Layout::contiguous ? launch_apply_contiguous(call, plan, queues.next)
+                                             : launch_apply_channels_last(call, plan, queues.next),
         "the apply kernel");
 }
 
-}  // namespace
-
-// A device's facts never change, so they are read once.
-const DeviceInfo& current_device() {
-  static std::array<std::unique_ptr<const DeviceInfo>, kMaxDevices> known;
-  static std::mutex mutex;
-  int device = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  if (device >= kMaxDevices)
-    throw Unsupported("group_norm: at most " + std::to_string(kMaxDevices) + " devices, got device " +
-                      std::to_string(device));
-  const std::lock_guard lock(mutex);
-  auto& entry = known[static_cast<std::size_t>(device)];
-  if (!entry) entry = std::make_unique<const DeviceInfo>(query(device));
-  return *entry;
-}
-
-std::size_t forward_workspace(const Problem& problem) { return forward_layout(problem).bytes; }
-std::size_t backward_workspace(const Problem& problem) { return backward_layout(problem).bytes; }
-
-void forward(const Problem& problem, const ForwardArguments& a, Stream stream) {
-  require(problem);
-  if (problem.samples > 0) forward(choose_plan(problem, current_device()), problem, a, stream);
-}
-
-void forward(const Plan& plan, const Problem& problem, const ForwardArguments& a, Stream stream) {
-  const Prepared p = prepare(plan, stream);
-  const ForwardWorkspace w = forward_layout(problem);
+void run(const Planned& planned, const Problem& problem, const ForwardArguments& a, Stream stream) {
+  const Plan& plan = planned.plan;
+  const ForwardWorkspace& w = planned.forward;
+  const Queues queues(plan, stream);
   ForwardCall call{};
-  describe(call, problem, a.x, a.weight, a.bias);
+  describe(call, planned.d, problem, a.x, a.weight, a.bias);
   call.y = a.y;
   call.statistics = call.statistics_out = a.statistics;
-  if (plan.forward_on_chip.cluster > 0 && vectors_are_aligned({a.x, a.y})) {
-    check(problem.layout == Layout::contiguous ? launch_forward_on_chip(call, plan, p.first)
-                                               : launch_forward_slabs(call, plan, p.first),
+  if (stays_on_chip(plan, a)) {
+    check(problem.layout == Layout::contiguous ? launch_forward_on_chip(call, plan, queues.first)
+                                               : launch_forward_slabs(call, plan, queues.first),
           "the forward kernel");
     return;
   }
   call.roots = at<Node>(a.workspace, w.roots);
   call.folded = at<Moments>(a.workspace, w.folded);
   call.merge_roots = problem.layout == Layout::contiguous && apply_merges_contiguous(call);
-  reduce(call, problem, p);
-  write(call, problem, p);
+  reduce(call, problem, plan, queues);
+  write(call, problem, plan, queues);
 }
 
-void moments(const Problem& problem, const void* x, double* moments, void* workspace, Stream stream) {
-  require(problem);
-  if (problem.samples == 0) return;
-  const Plan plan = choose_plan(problem, current_device());
-  const Prepared p = prepare(plan, stream);
-  const ForwardWorkspace w = forward_layout(problem);
-  ForwardCall call{};
-  describe(call, problem, x, nullptr, nullptr);
-  call.moments_out = moments;
-  call.roots = at<Node>(workspace, w.roots);
-  call.folded = at<Moments>(workspace, w.folded);
-  reduce(call, problem, p);
-}
-
-void apply(const Problem& problem, const ForwardArguments& a, const double* moments, Stream stream) {
-  require(problem);
-  if (problem.samples == 0) return;
-  const Plan plan = choose_plan(problem, current_device());
-  const Prepared p = prepare(plan, stream);
-  ForwardCall call{};
-  describe(call, problem, a.x, a.weight, a.bias);
-  call.y = a.y;
-  float* statistics =
-      a.statistics != nullptr ? a.statistics : at<float>(a.workspace, forward_layout(problem).statistics);
-  call.statistics = statistics;
-  check(launch_statistics_of_moments(call, moments, statistics, p.first), "the merging kernel");
-  write(call, problem, p);
-}
-
-void backward(const Problem& problem, const BackwardArguments& a, Stream stream) {
-  require(problem);
-  backward(choose_plan(problem, current_device()), problem, a, stream);
-}
-
-void backward(const Plan& plan, const Problem& problem, const BackwardArguments& a, Stream stream) {
+void run(const Planned& planned, const Problem& problem, const BackwardArguments& a, Stream stream) {
+  const Plan& plan = planned.plan;
+  const BackwardWorkspace& w = planned.backward;
   const bool contiguous = problem.layout == Layout::contiguous;
-  const Prepared p = prepare(plan, stream);
-  const BackwardWorkspace w = backward_layout(problem);
+  const Queues queues(plan, stream);
   BackwardCall call{};
-  describe(call, problem, a.x, a.weight, a.bias);
+  describe(call, planned.d, problem, a.x, a.weight, a.bias);
   call.statistics = a.statistics;
   call.dy = a.dy;
   call.dx = a.dx;
   call.dweight = problem.weight.present() ? a.dweight : nullptr;
   call.dbias = problem.bias.present() ? a.dbias : nullptr;
-  call.partials = at<float2>(a.workspace, w.partials);
-  call.rows = at<float2>(a.workspace, w.rows);
-  call.means = at<float2>(a.workspace, w.means);
-  const bool parameters = call.dweight != nullptr || call.dbias != nullptr;
-  if (plan.backward_on_chip.cluster > 0 && a.dx != nullptr && vectors_are_aligned({a.x, a.dy, a.dx})) {
+  const bool on_chip = stays_on_chip(plan, a), sums = sums_over_samples(problem, a);
+  if (!on_chip || sums) call.rows = at<float2>(a.workspace, w.rows);
+  if (on_chip) {
     check(dispatch(problem.activation,
                    [&](auto a) {
-                     return contiguous ? backward_on_chip_of<a()>(call, p.plan, p.first)
-                                       : backward_slabs_of<a()>(call, p.plan, p.first);
+                     return contiguous ? backward_on_chip_of<a()>(call, plan, queues.first)
+                                       : backward_slabs_of<a()>(call, plan, queues.first);
                    }),
           "the backward kernel");
-    if (problem.samples > 1) check(launch_parameters(call, p.next), "the kernel of the parameters");
+    if (sums) check(launch_parameters(call, queues.next), "the kernel of the parameters");
     return;
   }
+  call.partials = at<float2>(a.workspace, w.partials);
+  call.means = at<float2>(a.workspace, w.means);
+  const bool parameters = call.dweight != nullptr || call.dbias != nullptr;
   if (problem.samples > 0) {
     if (call.dx == nullptr && !parameters) return;
     check(dispatch(problem.activation,
                    [&](auto a) {
-                     return contiguous ? sums_contiguous_of<a()>(call, p.plan, p.first)
-                                       : sums_channels_last_of<a()>(call, p.plan, p.first);
+                     return contiguous ? sums_contiguous_of<a()>(call, plan, queues.first)
+                                       : sums_channels_last_of<a()>(call, plan, queues.first);
                    }),
           "the sums kernel");
   }
-  check(launch_channels(call, p.plan, problem.layout, problem.samples > 0 ? p.next : p.first),
+  check(launch_channels(call, plan, problem.layout, problem.samples > 0 ? queues.next : queues.first),
         "the kernels of the channels");
   if (problem.samples > 0 && call.dx != nullptr)
     check(dispatch(problem.activation,
                    [&](auto a) {
-                     return contiguous ? input_gradient_contiguous_of<a()>(call, p.plan, p.next)
-                                       : input_gradient_channels_last_of<a()>(call, p.plan, p.next);
+                     return contiguous ? input_gradient_contiguous_of<a()>(call, plan, queues.next)
+                                       : input_gradient_channels_last_of<a()>(call, plan, queues.next);
                    }),
           "the input gradient kernel");
+}
+
+}  // namespace
+
+// A device's facts never change, so they are read once.
+const DeviceInfo& current_device() {
+  static std::array<std::atomic<const DeviceInfo*>, kMaxDevices> known;
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  if (device >= kMaxDevices)
+    throw Unsupported("group_norm: at most " + std::to_string(kMaxDevices) + " devices, got device " +
+                      std::to_string(device));
+  auto& entry = known[static_cast<std::size_t>(device)];
+  if (const DeviceInfo* info = entry.load(std::memory_order_acquire)) return *info;
+  static std::array<std::unique_ptr<const DeviceInfo>, kMaxDevices> owned;
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  auto& info = owned[static_cast<std::size_t>(device)];
+  if (!info) info = std::make_unique<const DeviceInfo>(query(device));
+  entry.store(info.get(), std::memory_order_release);
+  return *info;
+}
+
+std::size_t forward_workspace(const Problem& problem) { return forward_layout(problem).bytes; }
+std::size_t backward_workspace(const Problem& problem) { return backward_layout(problem).bytes; }
+
+std::size_t forward_workspace(const Problem& problem, const ForwardArguments& a) {
+  const Planned& p = planned(problem);
+  return stays_on_chip(p.plan, a) ? 0 : p.forward.bytes;
+}
+
+std::size_t backward_workspace(const Problem& problem, const BackwardArguments& a) {
+  const Planned& p = planned(problem);
+  return stays_on_chip(p.plan, a) && !sums_over_samples(problem, a) ? 0 : p.backward.bytes;
+}
+
+void forward(const Problem& problem, const ForwardArguments& a, Stream stream) {
+  const Planned& p = planned(problem);
+  if (problem.samples > 0) run(p, problem, a, stream);
+}
+
+void forward(const Plan& plan, const Problem& problem, const ForwardArguments& a, Stream stream) {
+  run(Planned(problem, plan, current_device()), problem, a, stream);
+}
+
+void backward(const Problem& problem, const BackwardArguments& a, Stream stream) {
+  run(planned(problem), problem, a, stream);
+}
+
+void backward(const Plan& plan, const Problem& problem, const BackwardArguments& a, Stream stream) {
+  run(Planned(problem, plan, current_device()), problem, a, stream);
+}
+
+void moments(const Problem& problem, const void* x, double* moments, void* workspace, Stream stream) {
+  const Planned& p = planned(problem);
+  if (problem.samples == 0) return;
+  ForwardCall call{};
+  describe(call, p.d, problem, x, nullptr, nullptr);
+  call.moments_out = moments;
+  call.roots = at<Node>(workspace, p.forward.roots);
+  call.folded = at<Moments>(workspace, p.forward.folded);
+  reduce(call, problem, p.plan, Queues(p.plan, stream));
+}
+
+void apply(const Problem& problem, const ForwardArguments& a, const double* moments, Stream stream) {
+  const Planned& p = planned(problem);
+  if (problem.samples == 0) return;
+  const Queues queues(p.plan, stream);
+  ForwardCall call{};
+  describe(call, p.d, problem, a.x, a.weight, a.bias);
+  call.y = a.y;
+  float* statistics = a.statistics != nullptr ? a.statistics : at<float>(a.workspace, p.forward.statistics);
+  call.statistics = statistics;
+  check(launch_statistics_of_moments(call, moments, statistics, queues.first), "the merging kernel");
+  write(call, problem, p.plan, queues);
 }
 
 }  // namespace steadynorm::cuda

@@ -6,6 +6,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <utility>
+
 #include "torch/composition.h"
 #include "torch/tensor_args.h"
 
@@ -48,8 +50,18 @@ struct GroupNormFunction : torch::autograd::Function<GroupNormFunction> {
   static constexpr bool is_traceable = true;
 
   static constexpr std::size_t kArguments = 7;  // of forward
+  static constexpr const char *kKept = "kept", *kEps = "eps";
 
-  enum BiasFrom : std::int64_t { absent, saved, weight_stands_in };
+  enum BiasFrom : std::int64_t { absent, unread, saved, weight_stands_in };
+
+  // What saved_data keeps but for eps, as one number: every entry costs the allocation of a key and a node.
+  // Channels per group are input's over those of the statistics.
+  static std::int64_t packed(Activation activation, BiasFrom from) {
+    return static_cast<std::int64_t>(activation) << 2 | from;
+  }
+  static std::pair<Activation, BiasFrom> unpacked(std::int64_t kept) {
+    return {static_cast<Activation>(kept >> 2), static_cast<BiasFrom>(kept & 3)};
+  }
 
   static Tensor forward(AutogradContext* context, const Tensor& input, const OptionalTensor& weight,
                         const OptionalTensor& bias, const SymInt& channels_per_group, double eps,
@@ -59,16 +71,13 @@ struct GroupNormFunction : torch::autograd::Function<GroupNormFunction> {
     auto [y, statistics] =
         forward_operator().call(input, weight, bias, channels_per_group, eps, activation, out_dtype);
     const bool activated = activation != "none";
-    BiasFrom from = absent;
+    BiasFrom from = present(bias) ? unread : absent;
     if (present(bias) && (activated || bias->requires_grad()))
       from = !activated && stands_in(weight, bias) ? weight_stands_in : saved;
     context->save_for_backward(
         {input, statistics, present(weight) ? *weight : Tensor(), from == saved ? *bias : Tensor()});
-    context->saved_data["has_bias"] = present(bias);
-    context->saved_data["bias_from"] = static_cast<std::int64_t>(from);
-    context->saved_data["channels_per_group"] = channels_per_group;
-    context->saved_data["eps"] = eps;
-    context->saved_data["activation"] = static_cast<std::int64_t>(activation_from(std::string(activation)));
+    context->saved_data[kKept] = packed(activation_from(std::string(activation)), from);
+    context->saved_data[kEps] = eps;
     return y;
   }
 
@@ -79,27 +88,25 @@ struct GroupNormFunction : torch::autograd::Function<GroupNormFunction> {
     const auto optional = [](const Tensor& tensor) {
       return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
     };
-    const auto from = static_cast<BiasFrom>(context->saved_data["bias_from"].toInt());
+    const auto [activation, from] = unpacked(context->saved_data[kKept].toInt());
     const OptionalTensor weight = optional(kept[2]);
     const OptionalTensor bias = from == weight_stands_in ? weight : optional(kept[3]);
-    const bool has_bias = context->saved_data["has_bias"].toBool();
 
     // needs_input_grad counts the tensors that were given, not the arguments.
     std::size_t edge = 0;
     OutputMask wanted;
     wanted[0] = context->needs_input_grad(edge++);
     wanted[1] = weight && context->needs_input_grad(edge++);
-    wanted[2] = has_bias && context->needs_input_grad(edge++);
+    wanted[2] = from != absent && context->needs_input_grad(edge++);
 
-    const SymInt channels_per_group = context->saved_data["channels_per_group"].toSymInt();
-    const auto activation = static_cast<Activation>(context->saved_data["activation"].toInt());
+    const SymInt channels_per_group = input.sym_size(1) / statistics.sym_size(2);
     const std::string_view name = to_string(activation);
     Tensor dx, dweight, dbias;
     // The kernels have neither a gradient nor a tangent to give.
     bool differentiated = at::GradMode::is_enabled() || has_tangent(grads[0]);
     for (const Tensor& tensor : kept) differentiated = differentiated || has_tangent(tensor);
     if (differentiated) {
-      const Arguments a{input, weight, bias, channels_per_group, context->saved_data["eps"].toDouble(), name};
+      const Arguments a{input, weight, bias, channels_per_group, context->saved_data[kEps].toDouble(), name};
       std::tie(dx, dweight, dbias) = compose_backward(a, grads[0], Tensor(), wanted);
       if (dx.defined()) dx = dx.contiguous(format_of(input));
     } else {

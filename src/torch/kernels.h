@@ -1,21 +1,59 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operators over one backend: allocate, then call. A Backend has
-//   Guard                      made current for the input's device before anything is allocated
+//   Guard                            made current for the input's device before anything is allocated
 //   empty(sizes, dtype, format)
-//   ForwardArguments, BackwardArguments, forward_workspace, backward_workspace, forward, backward, moments,
-//   apply forward_double(arguments)  y in float64 and statistics [3, N, G]
+//   allocator()                      of workspaces
+//   forward_workspace, backward_workspace
+//                                    bytes for a problem with these arguments, or with any
+//   ForwardArguments, BackwardArguments, forward, backward, moments, apply
+//   forward_double(arguments)        y in float64 and statistics [3, N, G]
 #pragma once
 
+#include <c10/core/Allocator.h>
+
 #include <tuple>
+#include <utility>
 
 #include "torch/composition.h"
 #include "torch/tensor_args.h"
 
 namespace steadynorm::binding {
 
+// Of `bytes`, which may be 0; no tensor, which would cost as much again.
 template <class Backend>
-Tensor workspace(std::size_t bytes) {
-  return Backend::empty({static_cast<std::int64_t>(bytes)}, at::kByte, at::MemoryFormat::Contiguous);
+at::DataPtr workspace(std::size_t bytes) {
+  return bytes == 0 ? at::DataPtr() : Backend::allocator()->allocate(bytes);
+}
+
+// A workspace of at most so many bytes lies behind the statistics, in their allocation: a small tensor's call
+// allocates once less, and what is saved for backward grows by no more than these.
+constexpr std::size_t kWorkspaceBehind = 4096;
+
+struct StatisticsAndWorkspace {
+  Tensor statistics;  // float32 [3, N, G]
+  at::DataPtr own;    // the workspace, unless it is behind
+  void* workspace;
+};
+
+template <class Backend>
+StatisticsAndWorkspace statistics_and_workspace(const Problem& problem, std::size_t bytes) {
+  const std::int64_t sizes[] = {3, problem.samples, problem.groups};
+  const auto make = [](at::IntArrayRef of) {
+    return Backend::empty(of, at::kFloat, at::MemoryFormat::Contiguous);
+  };
+  if (bytes == 0 || bytes > kWorkspaceBehind) {
+    Tensor statistics = make(sizes);
+    at::DataPtr own = workspace<Backend>(bytes);
+    void* space = own.get();
+    return {std::move(statistics), std::move(own), space};
+  }
+  constexpr std::int64_t kAlignment = 256 / sizeof(float);
+  const std::int64_t begin = (sizes[0] * sizes[1] * sizes[2] + kAlignment - 1) / kAlignment * kAlignment;
+  const auto words = static_cast<std::int64_t>((bytes + sizeof(float) - 1) / sizeof(float));
+  Tensor statistics = make({begin + words});
+  void* space = statistics.mutable_data_ptr<float>() + begin;
+  statistics.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return {std::move(statistics), {}, space};
 }
 
 template <class Backend>
@@ -47,14 +85,13 @@ std::tuple<Tensor, Tensor> forward(const Tensor& input, const OptionalTensor& we
       return {y.to(wanted).contiguous(o.format), statistics};
     }
     const Tensor y = output_like<Backend>(o, input, stored);
-    const Tensor statistics =
-        Backend::empty({3, o.problem.samples, o.problem.groups}, at::kFloat, at::MemoryFormat::Contiguous);
-    const Tensor space = workspace<Backend>(Backend::forward_workspace(o.problem));
     auto arguments = forward_arguments<Backend>(o, y);
-    arguments.statistics = static_cast<float*>(mutable_data(statistics));
-    arguments.workspace = mutable_data(space);
+    const auto made =
+        statistics_and_workspace<Backend>(o.problem, Backend::forward_workspace(o.problem, arguments));
+    arguments.statistics = static_cast<float*>(mutable_data(made.statistics));
+    arguments.workspace = made.workspace;
     Backend::forward(o.problem, arguments);
-    return {stored == wanted ? y : y.to(wanted), statistics};
+    return {stored == wanted ? y : y.to(wanted), made.statistics};
   });
 }
 
@@ -77,7 +114,9 @@ Gradients backward(const Tensor& grad_output, const Tensor& input, const Tensor&
       auto [dx, dweight, dbias] = compose_backward(a, grad_output, statistics, wanted);
       return {dx.defined() ? dx.contiguous(o.format) : dx, dweight, dbias};
     }
-    const Tensor dy = grad_output.to(stored).contiguous(o.format);
+    // Not by to() where there is nothing to do: it would dispatch.
+    const Tensor dy =
+        (grad_output.scalar_type() == stored ? grad_output : grad_output.to(stored)).contiguous(o.format);
     const Tensor three = statistics.contiguous();
     const auto gradient = [](bool want, const Tensor& of, at::MemoryFormat format) {
       return want && of.defined() ? Backend::empty(of.sizes(), of.scalar_type(), format) : Tensor();
@@ -85,7 +124,6 @@ Gradients backward(const Tensor& grad_output, const Tensor& input, const Tensor&
     const Tensor dx = gradient(wanted[0], o.input, o.format);
     const Tensor dweight = gradient(wanted[1], o.weight, at::MemoryFormat::Contiguous);
     const Tensor dbias = gradient(wanted[2], o.bias, at::MemoryFormat::Contiguous);
-    const Tensor space = workspace<Backend>(Backend::backward_workspace(o.problem));
     typename Backend::BackwardArguments arguments;
     arguments.x = data(o.input);
     arguments.dy = data(dy);
@@ -95,7 +133,8 @@ Gradients backward(const Tensor& grad_output, const Tensor& input, const Tensor&
     arguments.dx = mutable_data(dx);
     arguments.dweight = mutable_data(dweight);
     arguments.dbias = mutable_data(dbias);
-    arguments.workspace = mutable_data(space);
+    const at::DataPtr space = workspace<Backend>(Backend::backward_workspace(o.problem, arguments));
+    arguments.workspace = space.get();
     Backend::backward(o.problem, arguments);
     return {dx, dweight, dbias};
   });
@@ -111,9 +150,8 @@ Tensor stats(const Tensor& input, std::int64_t channels_per_group) {
     if (o.problem.x == DType::float64) return compose_moments(a);
     const Tensor moments =
         Backend::empty({o.problem.samples, o.problem.groups, 3}, at::kDouble, at::MemoryFormat::Contiguous);
-    const Tensor space = workspace<Backend>(Backend::forward_workspace(o.problem));
-    Backend::moments(o.problem, data(o.input), static_cast<double*>(mutable_data(moments)),
-                     mutable_data(space));
+    const at::DataPtr space = workspace<Backend>(Backend::forward_workspace(o.problem));
+    Backend::moments(o.problem, data(o.input), static_cast<double*>(mutable_data(moments)), space.get());
     return moments;
   });
 }
@@ -131,9 +169,9 @@ Tensor apply(const Tensor& input, const Tensor& moments, const OptionalTensor& w
     if (stored == at::kDouble) return compose_apply(a, moments).contiguous(o.format);
     const Tensor three = moments.contiguous();
     const Tensor y = output_like<Backend>(o, input, stored);
-    const Tensor space = workspace<Backend>(Backend::forward_workspace(o.problem));
+    const at::DataPtr space = workspace<Backend>(Backend::forward_workspace(o.problem));
     auto arguments = forward_arguments<Backend>(o, y);
-    arguments.workspace = mutable_data(space);
+    arguments.workspace = space.get();
     Backend::apply(o.problem, arguments, static_cast<const double*>(data(three)));
     return stored == wanted ? y : y.to(wanted);
   });

@@ -2,6 +2,7 @@
 // The operators' schemas, their CPU kernels and their Meta kernels.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
+#include <c10/core/CPUAllocator.h>
 #include <torch/csrc/stable/c/shim.h>
 #include <torch/library.h>
 
@@ -39,13 +40,20 @@ struct Cpu {
     return Tensor(at::detail::empty_cpu(sizes, dtype, false, format));
   }
 
+  static c10::Allocator* allocator() { return c10::GetCPUAllocator(); }
+
   static const cpu::ParallelFor& threads(const Problem& problem) {
     static const cpu::ParallelFor one = cpu::serial, many = parallel;
     return problem.elements() < kParallelElements ? one : many;
   }
 
   static std::size_t forward_workspace(const Problem& problem) { return cpu::forward_workspace(problem); }
-  static std::size_t backward_workspace(const Problem& problem) { return cpu::backward_workspace(problem); }
+  static std::size_t forward_workspace(const Problem& problem, const ForwardArguments&) {
+    return cpu::forward_workspace(problem);
+  }
+  static std::size_t backward_workspace(const Problem& problem, const BackwardArguments&) {
+    return cpu::backward_workspace(problem);
+  }
   static void forward(const Problem& problem, const ForwardArguments& arguments) {
     cpu::forward(problem, arguments, threads(problem));
   }

@@ -21,14 +21,21 @@ struct Cuda {
   // Straight from the allocator: half the host time of at::empty, three of which were a third of a forward
   // call (H200 host, 2 x 1280 x 8 x 8).
   static Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, at::MemoryFormat format) {
-    return Tensor(at::detail::empty_generic(sizes, c10::cuda::CUDACachingAllocator::get(),
-                                            c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype, format));
+    return Tensor(at::detail::empty_generic(sizes, allocator(), c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                            dtype, format));
   }
+
+  static c10::Allocator* allocator() { return c10::cuda::CUDACachingAllocator::get(); }
 
   static cuda::Stream stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 
   static std::size_t forward_workspace(const Problem& problem) { return cuda::forward_workspace(problem); }
-  static std::size_t backward_workspace(const Problem& problem) { return cuda::backward_workspace(problem); }
+  static std::size_t forward_workspace(const Problem& problem, const ForwardArguments& arguments) {
+    return cuda::forward_workspace(problem, arguments);
+  }
+  static std::size_t backward_workspace(const Problem& problem, const BackwardArguments& arguments) {
+    return cuda::backward_workspace(problem, arguments);
+  }
   static void forward(const Problem& problem, const ForwardArguments& arguments) {
     cuda::forward(problem, arguments, stream());
   }
