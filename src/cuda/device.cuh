@@ -145,35 +145,23 @@ __device__ __forceinline__ void await_messages(std::uint64_t& arrived, [[maybe_u
 #endif
 }
 
-// One message of three words from each block of a cluster to all of them, itself included.
+// One pair from each block of a cluster to all of them, itself included.
 struct alignas(16) Mailbox {
-  double slots[kMaxCluster][4];  // three words each
+  double slots[kMaxCluster][2];
   std::uint64_t arrived;
 };
 
 __device__ __forceinline__ void open_mailbox(Mailbox& box, int blocks) {
-  open_mailbox(box.arrived, 24 * blocks);
+  open_mailbox(box.arrived, 16 * blocks);
 }
 
 __device__ __forceinline__ void await_messages(Mailbox& box, int blocks) {
-  await_messages(box.arrived, 24 * blocks);
+  await_messages(box.arrived, 16 * blocks);
 }
 
 // From block `from` to block `to`, by one thread.
-__device__ __forceinline__ void send_message(Mailbox& box, int from, int to, double a, double b, double c) {
-#if __CUDA_ARCH__ >= 900
-  std::uint32_t slot = static_cast<std::uint32_t>(__cvta_generic_to_shared(box.slots[from]));
-  std::uint32_t arrived = static_cast<std::uint32_t>(__cvta_generic_to_shared(&box.arrived));
-  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(slot) : "r"(to));
-  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(arrived) : "r"(to));
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b64 [%0], {%1, %2}, [%3];" ::"r"(slot),
-      "l"(__double_as_longlong(a)), "l"(__double_as_longlong(b)), "r"(arrived)
-      : "memory");
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(slot + 16),
-               "l"(__double_as_longlong(c)), "r"(arrived)
-               : "memory");
-#endif
+__device__ __forceinline__ void send_pair(Mailbox& box, int from, int to, double a, double b) {
+  send_pair(box.arrived, box.slots[from], to, a, b);
 }
 
 // ---- threads of a block ----

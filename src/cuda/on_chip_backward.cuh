@@ -92,7 +92,7 @@ __device__ __forceinline__ void merge_channels(const BackwardCall& call, const O
     if (lane == 0) shared.block = sums;
     warp_barrier();
     sums = shared.block;
-    if (lane < chip.cluster) send_message(shared.box, rank, lane, sums.dz, sums.dz_normalized, 0);
+    if (lane < chip.cluster) send_pair(shared.box, rank, lane, sums.dz, sums.dz_normalized);
     await_messages(shared.box, chip.cluster);
     const double* const slot = shared.box.slots[lane < chip.cluster ? lane : 0];
     sums = {slot[0], slot[1]};

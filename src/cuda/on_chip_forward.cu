@@ -35,7 +35,7 @@ __device__ __forceinline__ void merge_whole_group(const ForwardCall& call, const
     if (at.lane == 0) shared.block = node;
     warp_barrier();
     node = shared.block;
-    if (at.lane < chip.cluster) send_message(shared.box, at.rank, at.lane, node.mean, node.m2, 0);
+    if (at.lane < chip.cluster) send_pair(shared.box, at.rank, at.lane, node.mean, node.m2);
     await_messages(shared.box, chip.cluster);
     const double* const slot = shared.box.slots[at.lane & (chip.cluster - 1)];
     node = warp_tree_equal({slot[0], slot[1]}, chip.cluster, kLeafBlock * nodes);

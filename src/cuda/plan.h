@@ -140,10 +140,10 @@ constexpr int kLeafWarps = 4;        // contiguous: at most, of a block that red
 constexpr int kColumnThreads = 256;  // channels_last: at most, of a block
 constexpr int kTileThreads =
     256;  // contiguous: of a block of an element-wise sweep, four vectors each: fewer leave
-constexpr int kTileVectors = 4;     // what a thread does once dearer than its elements
-constexpr int kColumnWidth = 4;     // channels_last: channels of a thread, but for the statistics
-constexpr int kUnitsOfThread = 8;   // backward: of a channel, merged by one thread
-constexpr int kRowThreads = 256;    // backward: of a block that makes rows
+constexpr int kTileVectors = 4;    // what a thread does once dearer than its elements
+constexpr int kColumnWidth = 4;    // channels_last: channels of a thread, but for the statistics
+constexpr int kUnitsOfThread = 8;  // backward: of a channel, merged by one thread
+constexpr int kRowThreads = 256;   // backward: of a block that makes rows
 
 // channels_last: the threads of an SM that the registers of the kernels that reduce are for.
 constexpr int statistics_threads(int width) { return width == 8 ? 512 : 640; }

@@ -48,6 +48,43 @@ TEST_F(CudaStreams, TwoAtOnceGiveTheBitsOfOneAlone) {
   for (const cudaStream_t stream : streams) check(cudaStreamDestroy(stream));
 }
 
+// Blocks of a cluster wait for each other's messages: neither may get lost, whatever runs beside them. The
+// result of every launch is compared.
+TEST_F(CudaStreams, TenThousandLaunchesOfClustersOnTwoStreamsGiveTheBitsOfOne) {
+  constexpr int kAtOnce = 25, kRounds = 200;  // of each stream
+  cudaStream_t streams[2];
+  for (cudaStream_t& stream : streams) check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  for (const Layout layout : {Layout::contiguous, Layout::channels_last}) {
+    const Problem p = make_problem(1, 64, 8, 2048, layout, DType::bfloat16);
+    const cuda::Plan plan = cuda::choose_plan(p, cuda::current_device());
+    if (plan.group.cluster == 1 || plan.group_gradient.cluster == 1)
+      GTEST_SKIP() << "needs a device whose plans have clusters";
+    const Inputs in(p, make_data(p, Kind::normal, 34));
+    const Forward forward = cuda_forward(p, in);
+    const Backward backward = cuda_backward(p, in, forward.statistics);
+    const DeviceInputs inputs(in);
+    std::vector<DeviceForward> f;
+    std::vector<DeviceBackward> b;
+    for (int i = 0; i < 2 * kAtOnce; ++i) {
+      f.emplace_back(p, inputs);
+      b.emplace_back(p, inputs, forward.statistics);
+    }
+    for (int round = 0; round < kRounds && !HasFailure(); ++round) {
+      for (std::size_t i = 0; i < f.size(); ++i) {
+        check(cudaMemsetAsync(f[i].y.get(), 0xff, f[i].y.bytes(), streams[i % 2]));
+        check(cudaMemsetAsync(b[i].dx.get(), 0xff, b[i].dx.bytes(), streams[i % 2]));
+      }
+      for (std::size_t i = 0; i < f.size(); ++i) run_both(p, f[i], b[i], streams[i % 2]);
+      check(cudaDeviceSynchronize());
+      for (std::size_t i = 0; i < f.size(); ++i) {
+        expect_same(describe(p), p, f[i].read(p), forward);
+        expect_same(describe(p), b[i].read(p), backward);
+      }
+    }
+  }
+  for (const cudaStream_t stream : streams) check(cudaStreamDestroy(stream));
+}
+
 TEST_F(CudaStreams, AGraphReplaysTheBits) {
   cudaStream_t stream;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));

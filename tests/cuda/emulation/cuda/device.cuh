@@ -91,18 +91,16 @@ inline void await_messages(std::uint64_t& arrived, int bytes) {
 }
 
 struct alignas(16) Mailbox {
-  double slots[kMaxCluster][4];
+  double slots[kMaxCluster][2];
   std::uint64_t arrived;
 };
 
-inline void open_mailbox(Mailbox& box, int blocks) { open_mailbox(box.arrived, 24 * blocks); }
+inline void open_mailbox(Mailbox& box, int blocks) { open_mailbox(box.arrived, 16 * blocks); }
 
-inline void await_messages(Mailbox& box, int blocks) { await_messages(box.arrived, 24 * blocks); }
+inline void await_messages(Mailbox& box, int blocks) { await_messages(box.arrived, 16 * blocks); }
 
-inline void send_message(Mailbox& box, int from, int to, double a, double b, double c) {
+inline void send_pair(Mailbox& box, int from, int to, double a, double b) {
   send_pair(box.arrived, box.slots[from], to, a, b);
-  in_block(box.slots[from][2], to) = c;
-  in_block(box.arrived, to) += sizeof(double);
 }
 
 template <class T>
