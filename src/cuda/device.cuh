@@ -98,9 +98,10 @@ int largest_cluster(void (*kernel)(Parameters...), int threads, int shared_bytes
 // 2^20 - 1.
 __device__ __forceinline__ void open_mailbox(std::uint64_t& arrived, int bytes) {
 #if __CUDA_ARCH__ >= 900
+  const std::uint32_t count = static_cast<std::uint32_t>(__cvta_generic_to_shared(&arrived));
+  if (threadIdx.x == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(count) : "memory");
+  if (threadIdx.x < kLanes) __syncwarp();  // racecheck takes init and arrive for those of two lanes
   if (threadIdx.x == 0) {
-    const std::uint32_t count = static_cast<std::uint32_t>(__cvta_generic_to_shared(&arrived));
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(count) : "memory");
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(count), "r"(bytes)
                  : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
