@@ -13,6 +13,11 @@
 
 namespace steadynorm::binding {
 
+// What the Meta kernels return: of input's sizes, in the format that y has, and [3, N, G]. Sizes may be
+// symbols.
+Tensor dense_like(const Tensor& input, at::ScalarType dtype);
+Tensor statistics_like(const Arguments&);
+
 template <class Backend>
 Tensor workspace(std::size_t bytes) {
   return Backend::empty({static_cast<std::int64_t>(bytes)}, at::kByte, at::MemoryFormat::Contiguous);
