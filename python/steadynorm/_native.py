@@ -49,6 +49,7 @@ class Native:
     path: Path | None = None
     build: dict[str, Any] = field(default_factory=dict)  # what CMake wrote beside the library
     operator: Callable[..., torch.Tensor] | None = None  # steadynorm::group_norm, when the library is loaded
+    residual_operator: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None  # group_norm_residual
     reason: str | None = None  # why it isn't
 
 
@@ -79,6 +80,7 @@ def load(search_path: Iterable[str]) -> Native:
         else:
             batching.register()
             native.operator = torch.ops.steadynorm.group_norm.default
+            native.residual_operator = torch.ops.steadynorm.group_norm_residual.default
     return native
 
 

@@ -113,8 +113,11 @@ void reduce(const ForwardCall& call, const Problem& problem, const Prepared& p) 
 }
 
 void write(const ForwardCall& call, const Problem& problem, const Prepared& p) {
-  check(problem.layout == Layout::contiguous ? launch_apply_contiguous(call, p.plan, p.next)
-                                             : launch_apply_channels_last(call, p.plan, p.next),
+  // The apply kernels load x before they wait for the kernel in front, which is what makes it where it is a
+  // sum.
+  const Queue& queue = call.sum != nullptr ? p.first : p.next;
+  check(problem.layout == Layout::contiguous ? launch_apply_contiguous(call, p.plan, queue)
+                                             : launch_apply_channels_last(call, p.plan, queue),
         "the apply kernel");
 }
 
@@ -150,7 +153,13 @@ void forward(const Plan& plan, const Problem& problem, const ForwardArguments& a
   describe(call, problem, a.x, a.weight, a.bias);
   call.y = a.y;
   call.statistics = call.statistics_out = a.statistics;
-  if (plan.forward_on_chip.cluster > 0 && vectors_are_aligned({a.x, a.y})) {
+  const bool sums = a.residual != nullptr;
+  if (sums) {
+    call.x = call.sum = a.sum;
+    call.addends[0] = a.x;
+    call.addends[1] = a.residual;
+  }
+  if (plan.forward_on_chip.cluster > 0 && !sums && vectors_are_aligned({a.x, a.y})) {
     check(problem.layout == Layout::contiguous ? launch_forward_on_chip(call, plan, p.first)
                                                : launch_forward_slabs(call, plan, p.first),
           "the forward kernel");
