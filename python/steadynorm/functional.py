@@ -60,11 +60,11 @@ def group_norm(
             `.to(torch.bfloat16)`. Gradients have the dtype of what they are gradients of; the input's has
             also its memory format.
         With a residual a pair, (Tensor[N, C, *], Tensor[N, C, *]): the answer for the sum, and the sum, for
-            the next skip connection. The sum is `input + residual`, rounded once to their dtype, and all else,
-            the statistics too, is of the sum as it is stored. So the pair is that of `sum = input + residual;
-            y = group_norm(sum, ...)`, bit for bit, and so are all gradients: the norm's input gradient, rounded
-            to the sum's dtype, and the gradient of the sum are added by autograd, and what comes of it is the
-            gradient of input and of residual.
+            the next skip connection. The sum is `input + residual`, rounded once to their dtype; all else,
+            the statistics too, is of the sum as it is stored. So the pair is that of `sum = input +
+            residual; y = group_norm(sum, ...)`, bit for bit, and so are all gradients: the norm's input
+            gradient, rounded to the sum's dtype, and the gradient of the sum are added by autograd, and what
+            comes of it is the gradient of input and of residual.
 
     Raises:
         ValueError: before any work, one sentence that names the rule and the value received.

@@ -130,6 +130,9 @@ void check_moments(const Arguments& a, const Tensor& moments) {
 }
 
 void check_residual(const Tensor& input, const Tensor& residual) {
+  // PyTorch would add a sparse one.
+  TORCH_CHECK_VALUE(residual.layout() == at::kStrided,
+                    "group_norm: residual must be a dense tensor, got layout ", residual.layout());
   TORCH_CHECK_VALUE(has_sizes(residual, input.sym_sizes()), "group_norm: residual must have input's sizes ",
                     input.sym_sizes(), ", got ", residual.sym_sizes());
   TORCH_CHECK_VALUE(residual.scalar_type() == input.scalar_type(),
