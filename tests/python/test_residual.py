@@ -70,6 +70,26 @@ def test_gradients_where_only_some_are_used_or_wanted(native, used, tracked, dty
     assert (got.get("dweight") is None) == (used == (1,) or 2 not in tracked)
 
 
+class Cut(torch.autograd.Function):
+    """The identity; no gradient flows back."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+def test_no_gradient_of_the_outputs_gives_none_of_the_arguments(native, dtype):
+    tensors = [t.requires_grad_() for t in operands((2, 6, 5, 7), dtype)]
+    y, s = fused(*tensors[:2], 3, *tensors[2:])
+    (Cut.apply(y).sum() + Cut.apply(s).sum()).backward()
+    assert [t.grad for t in tensors] == [None] * 4
+
+
 def test_the_sum_is_rounded_once_and_normalised_as_stored(native):
     """256 + 1 + 2^-7 is 257 in fp32 and 256 in bf16; in that group all values are then the same."""
     x = torch.full((1, 2, 4, 4), 256.0, dtype=torch.bfloat16)
@@ -154,7 +174,11 @@ def test_any_strides(native, case):
 def test_dense_tensors_take_one_kernel_and_others_no_copy(native):
     for layout in LAYOUTS:
         x, r, weight, bias = operands((2, 6, 5, 7), layout=layout)
-        assert operators_of(x, r, 3, weight, bias) == ["group_norm_residual_forward"]
+        for tracked in (False, True):
+            seen = operators_of(x, r, 3, *(p.requires_grad_(tracked) for p in (weight, bias)))
+            assert seen == ["group_norm_residual_forward"]
+            seen = operators_of(x.clone().requires_grad_(tracked), r, 3, weight, bias)
+            assert [name for name in seen if "group_norm" in name] == ["group_norm_residual_forward"]
     for x, r in strided().values():
         seen = operators_of(x, r, 3)
         assert seen == ["aten::add", "group_norm_forward"]
