@@ -119,9 +119,12 @@ def test_vmap_is_the_call_of_each_example(native, no_loop, size, dims):
 
 def test_vmap_says_what_is_wrong_with_an_example(native):
     x = normal(3, 2, 4, 5)
-    for r in (normal(3, 2, 4), normal(3, 2, 4, 5).half()):
-        with pytest.raises(ValueError, match=r"^group_norm: residual must have input's "):
-            torch.func.vmap(lambda x, r: fused(x, r, 2))(x, r)
+    for r, sentence in (
+        (normal(3, 2, 4), r"sizes \[2, 4, 5\], got \[2, 4\]"),
+        (normal(3, 2, 4, 5).half(), "dtype float32, got float16"),
+    ):
+        with pytest.raises(ValueError, match=f"^group_norm: residual must have input's {sentence}$"):
+            torch.func.vmap(lambda x, r: fused_operator(x, r, 2))(x, r)
 
 
 def test_the_inner_operator_under_vmap(native, no_loop):
@@ -216,11 +219,11 @@ def test_fx_records_one_node_and_without_a_residual_what_it_did(native):
     assert ["residual" in n.kwargs for n in nodes] == [True, False]
     assert torch.equal(traced(x, r), block(x, r))
 
-    class OfATensor(Block):
-        def forward(self, r):
-            return self.norm(x, r)[0]
-
-    assert torch.equal(torch.fx.symbolic_trace(OfATensor())(r), block.norm(x, r)[0])
+    forward = GroupNorm(3, 6, affine=False).forward
+    for call in (lambda r: forward(x, r)[0], lambda r: fused(x, r, 3)[0]):  # the residual alone is a proxy
+        traced = torch.fx.symbolic_trace(call)
+        assert group_norm in [n.target for n in traced.graph.nodes]
+        assert torch.equal(traced(r), fused(x, r, 3)[0])
 
 
 # The module, the rungs, and errors.
