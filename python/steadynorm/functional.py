@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+from typing import overload
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_variadic
@@ -22,6 +23,30 @@ class _OutDtype(enum.Enum):
 MATCH_STOCK_DTYPE = _OutDtype.MATCH_STOCK
 
 
+@overload
+def group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str | None = None,
+    out_dtype: torch.dtype | _OutDtype | None = MATCH_STOCK_DTYPE,
+    residual: None = None,
+) -> torch.Tensor: ...
+@overload
+def group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str | None = None,
+    out_dtype: torch.dtype | _OutDtype | None = MATCH_STOCK_DTYPE,
+    residual: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 def group_norm(
     input: torch.Tensor,
     num_groups: int,
