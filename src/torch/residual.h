@@ -30,11 +30,11 @@ std::tuple<Tensor, Tensor, Tensor> residual_forward(const Tensor& input, const T
     const Tensor sum = output_like<Backend>(o, input, input.scalar_type());
     const Tensor statistics =
         Backend::empty({3, o.problem.samples, o.problem.groups}, at::kFloat, at::MemoryFormat::Contiguous);
-    const Tensor space = workspace<Backend>(Backend::forward_workspace(o.problem));
     auto arguments = forward_arguments<Backend>(o, y);
     arguments.residual = data(addend);
     arguments.sum = mutable_data(sum);
     arguments.statistics = static_cast<float*>(mutable_data(statistics));
+    const Tensor space = workspace<Backend>(Backend::forward_workspace(o.problem));
     arguments.workspace = mutable_data(space);
     Backend::forward(o.problem, arguments);
     return {stored == wanted ? y : y.to(wanted), sum, statistics};
