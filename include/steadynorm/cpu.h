@@ -26,9 +26,11 @@ struct ForwardArguments {
   const void* x = nullptr;       // [N, C, S] or [N, S, C] by layout
   const void* weight = nullptr;  // [C] or [N, C]; null when problem.weight is missing
   const void* bias = nullptr;
-  void* y = nullptr;            // x's layout, dtype problem.y
-  float* statistics = nullptr;  // [3, N, G]: mean hi, mean lo, rstd
-  void* workspace = nullptr;    // forward_workspace(problem) bytes, 64-byte aligned
+  void* y = nullptr;               // x's layout, dtype problem.y
+  float* statistics = nullptr;     // [3, N, G]: mean hi, mean lo, rstd
+  void* workspace = nullptr;       // forward_workspace(problem) bytes, 64-byte aligned
+  const void* residual = nullptr;  // x's layout and dtype; null: none. With one the statistics and y are of
+  void* sum = nullptr;             // x + residual, rounded once to x's dtype, which is written here
 };
 
 struct BackwardArguments {
@@ -52,7 +54,8 @@ void backward(const Problem&, const BackwardArguments&, const ParallelFor& = ser
 // Moments of each group as double [N, G, 3]: count, mean, M2 (the sum of squared deviations).
 void moments(const Problem&, const void* x, double* moments, void* workspace, const ParallelFor& = serial);
 
-// y from given moments [N, G, 3]; forward is moments followed by apply, bit for bit. statistics may be null.
+// y from given moments [N, G, 3]; forward is moments followed by apply, bit for bit. statistics may be null,
+// and a residual is not looked at.
 void apply(const Problem&, const ForwardArguments&, const double* moments, const ParallelFor& = serial);
 
 }  // namespace steadynorm::cpu

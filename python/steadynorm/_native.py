@@ -48,9 +48,12 @@ class Native:
 
     path: Path | None = None
     build: dict[str, Any] = field(default_factory=dict)  # what CMake wrote beside the library
-    # steadynorm::group_norm, when the library is loaded: as tracers know it, and what that calls
+    # steadynorm::group_norm and group_norm_residual, when the library is loaded: as tracers know them, and what
+    # those call
     traced: Callable[..., torch.Tensor] | None = None
     operator: Callable[..., torch.Tensor] | None = None
+    traced_residual: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+    residual_operator: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
     reason: str | None = None  # why it isn't
 
 
@@ -82,6 +85,8 @@ def load(search_path: Iterable[str]) -> Native:
             batching.register()
             native.traced = torch.ops.steadynorm.group_norm.default
             native.operator = native.traced._op  # without a frame that only passes the arguments on: 0.2 us
+            native.traced_residual = torch.ops.steadynorm.group_norm_residual.default
+            native.residual_operator = native.traced_residual._op
     return native
 
 

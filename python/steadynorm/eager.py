@@ -146,6 +146,18 @@ def check(
             _reject(f"a float64 {name} needs a float64 input, got input {_name(input.dtype)}")
 
 
+def check_residual(input: torch.Tensor, residual: torch.Tensor) -> None:
+    if not isinstance(residual, torch.Tensor):
+        _reject(f"residual must be a Tensor or None, got {type(residual).__name__}")
+    _check_dense("residual", residual)
+    if residual.shape != input.shape:
+        _reject(f"residual must have input's sizes {list(input.shape)}, got {list(residual.shape)}")
+    if residual.dtype != input.dtype:
+        _reject(f"residual must have input's dtype {_name(input.dtype)}, got {_name(residual.dtype)}")
+    if residual.device != input.device:
+        _reject(f"residual must be on input's device {input.device}, got {residual.device}")
+
+
 def _check_dtype(name: str, dtype: torch.dtype) -> None:
     if dtype not in DTYPES:
         _reject(f"{name} must be float32, bfloat16, float16 or float64, got {_name(dtype)}")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+from typing import overload
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_variadic
@@ -22,6 +23,7 @@ class _OutDtype(enum.Enum):
 MATCH_STOCK_DTYPE = _OutDtype.MATCH_STOCK
 
 
+@overload
 def group_norm(
     input: torch.Tensor,
     num_groups: int,
@@ -31,7 +33,31 @@ def group_norm(
     *,
     activation: str | None = None,
     out_dtype: torch.dtype | _OutDtype | None = MATCH_STOCK_DTYPE,
-) -> torch.Tensor:
+    residual: None = None,
+) -> torch.Tensor: ...
+@overload
+def group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str | None = None,
+    out_dtype: torch.dtype | _OutDtype | None = MATCH_STOCK_DTYPE,
+    residual: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str | None = None,
+    out_dtype: torch.dtype | _OutDtype | None = MATCH_STOCK_DTYPE,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Group normalisation, with an optional activation in the same pass.
 
     For each sample the C channels are cut into `num_groups` runs of C/G channels. Each run, with all its
@@ -49,6 +75,8 @@ def group_norm(
         out_dtype (torch.dtype, optional): dtype of the result; None is the input's. Default:
             `MATCH_STOCK_DTYPE`, the dtype that `torch.nn.functional.group_norm` returns in the same context:
             fp32 under CUDA autocast, else the input's. Where stock refuses a mix of dtypes, the input's.
+        residual (Tensor[N, C, *], optional): added to the input first, in the same pass; of its sizes, dtype
+            and device, with any strides. The result is then a pair. Default: none.
 
     Returns:
         Tensor[N, C, *]: in the input's memory format when that is contiguous, channels_last or
@@ -56,6 +84,12 @@ def group_norm(
             rounded once: `out_dtype=torch.bfloat16` equals `out_dtype=torch.float32` followed by
             `.to(torch.bfloat16)`. Gradients have the dtype of what they are gradients of; the input's has
             also its memory format.
+        With a residual a pair, (Tensor[N, C, *], Tensor[N, C, *]): the answer for the sum, and the sum, for
+            the next skip connection. The sum is `input + residual`, rounded once to their dtype; all else,
+            the statistics too, is of the sum as it is stored. So the pair is that of `sum = input +
+            residual; y = group_norm(sum, ...)`, bit for bit, and so are all gradients: the norm's input
+            gradient, rounded to the sum's dtype, and the gradient of the sum are added by autograd, and what
+            comes of it is the gradient of input and of residual.
 
     Raises:
         ValueError: before any work, one sentence that names the rule and the value received.
@@ -81,10 +115,15 @@ def group_norm(
         >>> steadynorm.group_norm(x, 2, eps=0.0, activation="relu", out_dtype=torch.bfloat16)
         tensor([[[0., 1.],
                  [0., 1.]]], dtype=torch.bfloat16)
+        >>> y, sum = steadynorm.group_norm(x, 2, eps=0.0, residual=torch.ones_like(x))
+        >>> sum
+        tensor([[[2., 4.],
+                 [6., 8.]]])
     """
-    if has_torch_function_variadic(input, weight, bias):
+    if has_torch_function_variadic(input, weight, bias, residual):
         # What is no tensor but acts as one, such as a torch.fx proxy. Subclasses of Tensor meet the operator.
-        proxies = [t for t in (input, weight, bias) if t is not None and not isinstance(t, torch.Tensor)]
+        tensors = (input, weight, bias, residual)
+        proxies = [t for t in tensors if t is not None and not isinstance(t, torch.Tensor)]
         if proxies:
             options = {
                 "weight": weight,
@@ -93,6 +132,8 @@ def group_norm(
                 "activation": activation,
                 "out_dtype": out_dtype,
             }
+            if residual is not None:
+                options["residual"] = residual
             return handle_torch_function(group_norm, proxies, input, num_groups, **options)
     if not isinstance(input, torch.Tensor):
         eager.check_input(input)
@@ -101,7 +142,10 @@ def group_norm(
     elif out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype.is_floating_point):
         raise ValueError(f"group_norm: out_dtype must be a floating dtype or None, got {out_dtype!r}")
     activation = "none" if activation is None else activation
-    return rungs.serve(None, input, num_groups, weight, bias, eps, activation, out_dtype)
+    arguments = (num_groups, weight, bias, eps, activation, out_dtype)
+    if residual is None:
+        return rungs.serve(None, input, *arguments)
+    return rungs.serve_residual(None, input, residual, *arguments)
 
 
 def _stock_dtype(input: torch.Tensor) -> torch.dtype | None:

@@ -29,7 +29,8 @@ class GroupNorm(nn.GroupNorm):
             none.
 
     Shape: input Tensor[N, C, *], output Tensor[N, C, *] of the input's dtype, also under autocast, and of its
-    memory format when that is contiguous, channels_last or channels_last_3d, else contiguous.
+    memory format when that is contiguous, channels_last or channels_last_3d, else contiguous. With a residual
+    Tensor[N, C, *], `norm(input, residual)`, the output is a pair: that of `input + residual`, and this sum.
 
     Raises:
         ValueError: in the constructor for groups that don't divide the channels, an eps that is no number or
@@ -69,7 +70,9 @@ class GroupNorm(nn.GroupNorm):
         super().__init__(num_groups, num_channels, eps, affine, device, dtype)
         self.activation = activation
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         own = self._parameters
         if type(self) is GroupNorm and "weight" in own and "bias" in own:
             # What the attributes are, in a tenth of their 0.8 us. A subclass, which a parametrised module is
@@ -77,10 +80,14 @@ class GroupNorm(nn.GroupNorm):
             weight, bias = own["weight"], own["bias"]
         else:
             weight, bias = self.weight, self.bias
-        if not isinstance(input, torch.Tensor):  # a torch.fx proxy, or an error
-            options = {"activation": self.activation, "out_dtype": None}
-            return group_norm(input, self.num_groups, weight, bias, self.eps, **options)
-        return rungs.serve(self, input, self.num_groups, weight, bias, self.eps, self.activation, None)
+        arguments = (self.num_groups, weight, bias, self.eps)
+        if isinstance(input, torch.Tensor):
+            if residual is None:
+                return rungs.serve(self, input, *arguments, self.activation, None)
+            if isinstance(residual, torch.Tensor):
+                return rungs.serve_residual(self, input, residual, *arguments, self.activation, None)
+        # A torch.fx proxy, or an error.
+        return group_norm(input, *arguments, activation=self.activation, out_dtype=None, residual=residual)
 
     def __getstate__(self) -> dict[str, Any]:
         # What served it here says nothing about where a copy will run.

@@ -150,12 +150,46 @@ def serve(
     return _served(EAGER, module, output)
 
 
+def serve_residual(
+    module: GroupNorm | None,
+    input: torch.Tensor,
+    residual: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    activation: str,
+    out_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`serve` of input + residual, and that sum: both at once on the native rung, on others one by one."""
+    if type(num_groups) is not int or type(eps) is not float or type(activation) is not str:
+        num_groups, eps = eager.plain(num_groups, eps, activation)
+    options = (num_groups, weight, bias, eps, activation, out_dtype)
+    if torch.compiler.is_compiling():
+        if _inlines_native(input.device):
+            return native.traced_residual(input, residual, *options)
+    elif _may_serve(native_rung, module) and (input.is_cpu or why_not_native(input.device) is None):
+        try:
+            outputs = native.residual_operator(input, residual, *options)
+        except Exception as error:
+            if not _next_serves(native_rung, module, error, (input, *options), residual):
+                raise
+        else:
+            return _served(NATIVE, module, outputs)
+    _check(module, (input, *options), residual)
+    sum = input + residual
+    return serve(module, sum, *options), sum
+
+
 def _inlined(arguments: tuple[Any, ...]) -> torch.Tensor:
     """In a trace of the user's: by the process's state alone, and nothing is caught or recorded."""
-    device = arguments[0].device
-    if native_rung.off is None and native_rung.failure is None and why_not_native(device) is None:
+    if _inlines_native(arguments[0].device):
         return native.traced(*arguments)
     return eager.group_norm(*arguments)
+
+
+def _inlines_native(device: torch.device) -> bool:
+    return native_rung.off is None and native_rung.failure is None and why_not_native(device) is None
 
 
 def _may_serve(rung: Rung, module: GroupNorm | None) -> bool:
@@ -170,9 +204,15 @@ def _may_serve(rung: Rung, module: GroupNorm | None) -> bool:
     return not served or served[-1] == rung.name or not _in_backward()
 
 
-def _next_serves(rung: Rung, module: GroupNorm | None, error: Exception, arguments: tuple[Any, ...]) -> bool:
+def _next_serves(
+    rung: Rung,
+    module: GroupNorm | None,
+    error: Exception,
+    arguments: tuple[Any, ...],
+    residual: torch.Tensor | None = None,
+) -> bool:
     """After an error of `rung`: whether the call goes on to the next one, rather than up to the caller."""
-    _check(module, arguments)
+    _check(module, arguments, residual)
     implementation = _native if rung is native_rung else compiled
     if implementation.declines(error):
         return True
@@ -184,16 +224,20 @@ def _next_serves(rung: Rung, module: GroupNorm | None, error: Exception, argumen
     return not (rung.name in served and _in_backward())
 
 
-def _check(module: GroupNorm | None, arguments: tuple[Any, ...]) -> None:
+def _check(
+    module: GroupNorm | None, arguments: tuple[Any, ...], residual: torch.Tensor | None = None
+) -> None:
     try:
         if module is not None and module.weight is not None:
             eager.check_channels(arguments[0], module.num_channels)
         eager.check(*arguments)
+        if residual is not None:
+            eager.check_residual(arguments[0], residual)
     except ValueError as error:
         raise error from None
 
 
-def _served(name: str, module: GroupNorm | None, output: torch.Tensor) -> torch.Tensor:
+def _served(name: str, module: GroupNorm | None, output: Any) -> Any:
     _last.rung = name
     if module is None:
         _function_served.add(name)

@@ -30,7 +30,7 @@ Channels channels_of(const Problem& p, const GroupRange& block) {
   return {block.first * D, block.end * D};
 }
 
-void block_moments(const Problem& p, const Tree& tree, const void* x, const GroupRange& block,
+void block_moments(const Problem& p, const Tree& tree, const Input& x, const GroupRange& block,
                    Moments* roots) {
   if (p.layout == Layout::contiguous)
     return row_moments(p, tree, x, block.first * tree.roots(), block.end * tree.roots(), roots);
@@ -106,8 +106,8 @@ GroupRange Blocks::operator[](std::int64_t i) const {
 }
 
 void forward_blocks(const Problem& p, const Tree& tree, const Blocks& blocks, const ChannelSource& source,
-                    const void* x, void* y, Moments* roots, float* statistics, const ParallelFor& parallel) {
-  const auto body = apply_body(p, x, y);
+                    const Input& x, void* y, Moments* roots, float* statistics, const ParallelFor& parallel) {
+  const auto body = apply_body(p, x.data(), y);
   parallel(blocks.count(), [&](std::int64_t begin, std::int64_t end) {
     Coefficients k{};
     for (std::int64_t i = begin; i < end; ++i) {

@@ -26,7 +26,7 @@ class Blocks {
 };
 
 // Moments, statistics and y. `source` reads the statistics that are written here.
-void forward_blocks(const Problem&, const Tree&, const Blocks&, const ChannelSource& source, const void* x,
+void forward_blocks(const Problem&, const Tree&, const Blocks&, const ChannelSource& source, const Input& x,
                     void* y, Moments* roots, float* statistics, const ParallelFor&);
 
 // Sums, means and dx. `gradient` reads the means that are written here.

@@ -82,7 +82,7 @@ void moments(const Problem& problem, const void* x, double* moments, void* works
   if (problem.samples == 0) return;
   const Tree tree = tree_of(problem);
   Moments* roots = static_cast<Moments*>(workspace);
-  unit_moments(problem, tree, x, roots, parallel);
+  unit_moments(problem, tree, {x}, roots, parallel);
   parallel(problem.samples * problem.groups, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t group = begin; group < end; ++group) {
       const Moments m = merge_roots(tree, roots + group * tree.roots());
@@ -117,15 +117,16 @@ void forward(const Problem& problem, const ForwardArguments& arguments, const Pa
   Moments* roots = static_cast<Moments*>(arguments.workspace);
   ChannelSource source(problem, arguments.weight, arguments.bias);
   source.statistics = arguments.statistics;
+  const Input x{arguments.x, arguments.residual, arguments.sum};
   const Blocks blocks(problem, size_of(problem.x));
   if (blocks.count() > 0)
-    return forward_blocks(problem, tree, blocks, source, arguments.x, arguments.y, roots,
-                          arguments.statistics, parallel);
-  unit_moments(problem, tree, arguments.x, roots, parallel);
+    return forward_blocks(problem, tree, blocks, source, x, arguments.y, roots, arguments.statistics,
+                          parallel);
+  unit_moments(problem, tree, x, roots, parallel);
   parallel(problem.samples * problem.groups, [&](std::int64_t begin, std::int64_t end) {
     finish_statistics(problem, tree, roots, {begin, end}, arguments.statistics);
   });
-  apply_sweep(problem, source, arguments.x, arguments.y, parallel);
+  apply_sweep(problem, source, x.data(), arguments.y, parallel);
 }
 
 void backward(const Problem& problem, const BackwardArguments& arguments, const ParallelFor& parallel) {

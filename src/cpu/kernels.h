@@ -60,6 +60,9 @@ struct Kernels {
   // Moments of each column over a channels_last unit's positions, the tile's rows.
   void (*column_moments)(Array x, const Tile& tile, std::int64_t leaf_positions, Moments* moments);
 
+  // sum = x + residual, all of one type, rounded once.
+  void (*add)(Array x, const void* residual, void* sum, const Tile& tile);
+
   // y = activate(affine(centred(x))).
   void (*row_apply)(Activation, Array x, MutableArray y, const Tile& tile, const Coefficients&);
   void (*column_apply)(Activation, Array x, MutableArray y, const Tile& tile, const Coefficients&);

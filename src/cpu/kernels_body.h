@@ -11,6 +11,21 @@
 namespace steadynorm::cpu {
 namespace {
 
+void add_tile(Array x, const void* residual, void* sum, const Tile& tile) {
+  dispatch(x.type, [&](auto type) {
+    using T = typename decltype(type)::type;
+    const T *const a = static_cast<const T*>(x.data), *const b = static_cast<const T*>(residual);
+    T* const to = static_cast<T*>(sum);
+    for (std::int64_t row = 0; row < tile.rows; ++row) {
+      const std::int64_t begin = tile.offset + row * tile.stride, end = begin + tile.width;
+      for (std::int64_t i = begin; i < end; i += kWidth) {
+        const int count = smaller(end - i, kWidth);
+        store(to + i, load(a + i, count) + load(b + i, count), count);
+      }
+    }
+  });
+}
+
 template <bool kRow>
 void apply_tile(Activation activation, Array x, MutableArray y, const Tile& tile, const Coefficients& k) {
   dispatch_kernel(activation, x, y, [&](auto a, auto x, auto y) {
@@ -31,8 +46,18 @@ void widen_array(Array from, std::int64_t offset, std::int64_t count, float* to)
 }
 
 constexpr Kernels make_kernels(const char* name) {
-  return {name,     row_moments, column_moments,      apply_tile<true>,     apply_tile<false>, row_sums,
-          run_sums, column_sums, gradient_tile<true>, gradient_tile<false>, widen_array};
+  return {name,
+          row_moments,
+          column_moments,
+          add_tile,
+          apply_tile<true>,
+          apply_tile<false>,
+          row_sums,
+          run_sums,
+          column_sums,
+          gradient_tile<true>,
+          gradient_tile<false>,
+          widen_array};
 }
 
 }  // namespace

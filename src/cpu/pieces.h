@@ -84,35 +84,51 @@ inline void column_elements(const Problem& p, const ChannelSource& source, const
   if (rest > 0) body(false, Tile{offset + rows * times * C, 1, 0, rest * count}, k);
 }
 
+// Writes a tile of the sum, if there is one.
+inline void add_residual(const Problem& p, const Input& x, const Tile& tile) {
+  if (x.residual != nullptr) kernels().add({x.x, p.x}, x.residual, x.sum, tile);
+}
+
 // Moments of units [begin, end) of [N, G, root].
-inline void row_moments(const Problem& p, const Tree& tree, const void* x, std::int64_t begin,
+inline void row_moments(const Problem& p, const Tree& tree, const Input& x, std::int64_t begin,
                         std::int64_t end, Moments* roots) {
   const Kernels& kernel = kernels();
-  const Array input{x, p.x};
+  const Array input{x.data(), p.x};
   const std::int64_t S = p.positions, D = p.channels_per_group();
   const std::int64_t leaf_length = tree.leaf_positions * tree.unit_channels;
-  if (tree.roots() == 1)  // groups are adjacent units
-    return kernel.row_moments(input, begin * D * S, D * S, leaf_length, end - begin, roots + begin);
+  if (tree.roots() == 1) {  // groups are adjacent units; a sum is read again while it is in the cache
+    const std::int64_t run =
+        x.residual == nullptr ? end - begin : std::max<std::int64_t>(1, kItemValues / (D * S));
+    for (std::int64_t i = begin; i < end; i += run) {
+      const std::int64_t count = std::min(run, end - i);
+      add_residual(p, x, {i * D * S, 1, 0, count * D * S});
+      kernel.row_moments(input, i * D * S, D * S, leaf_length, count, roots + i);
+    }
+    return;
+  }
   for (std::int64_t item = begin; item < end; ++item) {
     const std::int64_t group = item / tree.roots(), root = item % tree.roots();
     const std::int64_t unit = root / tree.channel_units, block = root % tree.channel_units;
     const std::int64_t c = tree.channel_begin(block), s = tree.unit_begin(unit);
     const std::int64_t length = (tree.channel_end(block) - c) * (tree.unit_end(unit) - s);
-    kernel.row_moments(input, (group * D + c) * S + s, length, leaf_length, 1, roots + item);
+    const std::int64_t offset = (group * D + c) * S + s;
+    add_residual(p, x, {offset, 1, 0, length});
+    kernel.row_moments(input, offset, length, leaf_length, 1, roots + item);
   }
 }
 
 // Moments of a spatial unit of groups [group, group + groups) of sample n: whole groups, or one block of the
 // channels of one.
-inline void column_moments(const Problem& p, const Tree& tree, const void* x, std::int64_t n,
+inline void column_moments(const Problem& p, const Tree& tree, const Input& x, std::int64_t n,
                            std::int64_t unit, std::int64_t group, std::int64_t groups, std::int64_t block,
                            Moments* roots) {
   const std::int64_t C = p.channels, S = p.positions, D = p.channels_per_group();
   const std::int64_t channels = tree.channel_end(block) - tree.channel_begin(block);
   const std::int64_t s = tree.unit_begin(unit), c = group * D + tree.channel_begin(block);
   Moments columns[kPanel];
-  kernels().column_moments({x, p.x}, {(n * S + s) * C + c, tree.unit_end(unit) - s, C, groups * channels},
-                           tree.leaf_positions, columns);
+  const Tile tile{(n * S + s) * C + c, tree.unit_end(unit) - s, C, groups * channels};
+  add_residual(p, x, tile);
+  kernels().column_moments({x.data(), p.x}, tile, tree.leaf_positions, columns);
   for (std::int64_t i = 0; i < groups; ++i) {
     reduce_tree(columns + i * channels, channels);
     roots[((n * p.groups + group + i) * tree.spatial_units + unit) * tree.channel_units + block] =

@@ -52,7 +52,7 @@ struct Panels {
 
 }  // namespace
 
-void unit_moments(const Problem& p, const Tree& tree, const void* x, Moments* roots,
+void unit_moments(const Problem& p, const Tree& tree, const Input& x, Moments* roots,
                   const ParallelFor& parallel) {
   if (p.layout == Layout::contiguous) {
     parallel(p.samples * p.groups * tree.roots(),

@@ -22,6 +22,16 @@ struct GroupRange {
   std::int64_t first, end;
 };
 
+// What statistics are of: x, or with a residual x + residual, which is written to `sum` piece by piece, each
+// just before its statistics read it.
+struct Input {
+  const void* x;
+  const void* residual = nullptr;
+  void* sum = nullptr;
+
+  const void* data() const { return residual == nullptr ? x : sum; }
+};
+
 // Where coefficients come from.
 class ChannelSource {
  public:
@@ -54,7 +64,7 @@ class ChannelSource {
 // ---- statistics ----
 
 // Each unit's moments into roots [N, G, tree.roots()].
-void unit_moments(const Problem&, const Tree&, const void* x, Moments* roots, const ParallelFor&);
+void unit_moments(const Problem&, const Tree&, const Input&, Moments* roots, const ParallelFor&);
 // A group's moments from its roots, which it consumes.
 Moments merge_roots(const Tree&, Moments* roots);
 // The groups' entries of statistics [3, N, G], from their roots.

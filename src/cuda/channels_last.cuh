@@ -16,6 +16,23 @@ __device__ __forceinline__ void load_rows(Packed<T, W> (&raw)[kCount], const T* 
   for (int v = 0; v < kCount; ++v, x += pitch) raw[v] = load<T, W>(x);
 }
 
+template <class T, int W, int kCount>
+__device__ __forceinline__ void load_rows(Packed<T, W> (&raw)[kCount], Summed<T> p, std::int64_t pitch) {
+  constexpr int kRows = kSummedRows < Packed<T, W>, kCount,
+                W == 8 ? 32 : 64 > ;  // of eight channels 64 spill
+#pragma unroll
+  for (int begin = 0; begin < kCount; begin += kRows, p += kRows * pitch) {
+    Packed<T, W> x[kRows], residual[kRows];
+    load_rows(x, p.x, pitch);
+    load_rows(residual, p.residual, pitch);
+#pragma unroll
+    for (int v = 0; v < kRows; ++v) {
+      raw[begin + v] = add(x[v], residual[v]);
+      store(p.sum + v * pitch, raw[begin + v], true, W);
+    }
+  }
+}
+
 // What is ragged or misaligned: a micro-batch of one channel, or one row of a thread's. +0 for what is not
 // there.
 template <class T, int kCount>
@@ -23,6 +40,19 @@ __device__ __forceinline__ void load_column(float (&values)[kCount], const T* x,
                                             int rows) {
 #pragma unroll
   for (int v = 0; v < kCount; ++v, x += pitch) values[v] = v < rows ? to_fp32(*x) : 0.0f;
+}
+
+template <class T, int kCount>
+__device__ __forceinline__ void load_column(float (&values)[kCount], Summed<T> p, std::int64_t pitch,
+                                            int rows) {
+#pragma unroll
+  for (int v = 0; v < kCount; ++v, p += pitch) {
+    values[v] = 0.0f;
+    if (v >= rows) continue;
+    const Packed<T, 1> sum = add(load_some<T, 1>(p.x, 1), load_some<T, 1>(p.residual, 1));
+    store(p.sum, sum, false, 1);
+    values[v] = sum[0];
+  }
 }
 
 // Moves every item to the place in front, and `last` behind all. So a loop over the channels of a thread that
@@ -38,6 +68,12 @@ __device__ __forceinline__ void rotate(Item (&items)[W], const Item& last) {
 template <int W = kColumnWidth, class T>
 __device__ __forceinline__ Packed<T, W> load_row(const T* x, int channels, bool aligned) {
   return aligned ? load<T, W>(x) : load_some<T, W>(x, channels);
+}
+
+// Not stored: whoever sums the row does that.
+template <int W, class T>
+__device__ __forceinline__ Packed<T, W> load_row(const Summed<T>& p, int channels, bool aligned) {
+  return add(load_row<W>(p.x, channels, aligned), load_row<W>(p.residual, channels, aligned));
 }
 
 // A thread of a block that reduces: the column of its channels and the lane of its leaves. Threads that only

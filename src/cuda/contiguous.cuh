@@ -28,11 +28,30 @@ __device__ __forceinline__ void load_leaf_rows(Packed<T, kLaneWidth> (&raw)[kCou
   }
 }
 
+template <class T, int kCount>
+__device__ __forceinline__ void load_leaf_rows(Packed<T, kLaneWidth> (&raw)[kCount], const Summed<T>& leaf,
+                                               int first, int length, int lane, bool aligned) {
+  constexpr int kRows = kSummedRows<Packed<T, kLaneWidth>, kCount>;
+#pragma unroll
+  for (int begin = 0; begin < kCount; begin += kRows) {
+    Packed<T, kLaneWidth> x[kRows], residual[kRows];
+    load_leaf_rows(x, leaf.x, first + begin, length, lane, aligned);
+    load_leaf_rows(residual, leaf.residual, first + begin, length, lane, aligned);
+#pragma unroll
+    for (int v = 0; v < kRows; ++v) {
+      const int row = first + begin + v, rest = lane_rest(length, lane, row);
+      raw[begin + v] = add(x[v], residual[v]);
+      store(leaf.sum + kLeafRow * row + kLaneWidth * lane, raw[begin + v], aligned && rest >= kLaneWidth,
+            rest);
+    }
+  }
+}
+
 // What a lane adds of its rows of one block of a leaf, of `length` values, which lie at `block`. after(j,
 // sum) follows each column j of the sums.
-template <class T, int kRows, bool kFull, class After>
+template <class T, int kRows, bool kFull, class Source, class After>
 __device__ __forceinline__ PivotSums add_rows(const PivotSums& before, float pivot,
-                                              const Packed<T, kLaneWidth> (&raw)[kRows], const T* block,
+                                              const Packed<T, kLaneWidth> (&raw)[kRows], const Source& block,
                                               int length, int lane, int count, const After& after) {
   const int rest =
       length - kLaneWidth * lane;  // a value is there when its offset in the lane's rows is below this
@@ -42,12 +61,12 @@ __device__ __forceinline__ PivotSums add_rows(const PivotSums& before, float piv
       [&](int v, int j) { return kFull || kLeafRow * v + j < rest; }, count, after);
 }
 
-template <class T, int kRows, bool kFull>
+template <class T, int kRows, bool kFull, class Source>
 __device__ __forceinline__ PivotSums add_block(const PivotSums& before, float& pivot, bool first,
-                                               const T* block, int length, int lane, int count,
+                                               const Source& block, int length, int lane, int count,
                                                bool aligned) {
   Packed<T, kLaneWidth> raw[kRows];
-  load_leaf_rows<T, kRows>(raw, block, 0, length, lane, aligned);
+  load_leaf_rows(raw, block, 0, length, lane, aligned);
   if (first) pivot = raw[0][0];
   // H200, 2026-11-30: unpack_next() here, 64 registers instead of 96, read 1 GiB 5 % slower.
   return add_rows<T, kRows, kFull>(before, pivot, raw, block, length, lane, count, [&](int j, float) {
@@ -56,8 +75,8 @@ __device__ __forceinline__ PivotSums add_block(const PivotSums& before, float& p
 }
 
 // Moments of a leaf of `length` values by one warp; lane 0 gets them. The count is the length.
-template <class T, int kRows>
-__device__ __forceinline__ Node contiguous_leaf(const T* leaf, int length, int lane) {
+template <class T, int kRows, class Source>
+__device__ __forceinline__ Node contiguous_leaf(const Source& leaf, int length, int lane) {
   constexpr int kBlock = kRows * kLeafRow;
   const bool aligned = is_aligned(leaf, kAlignment<T, kLaneWidth>);
   PivotSums sums{};

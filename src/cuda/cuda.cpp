@@ -100,7 +100,7 @@ struct Queues {
 const Planned& planned(const Problem& problem) { return planned(problem, current_device()); }
 
 bool stays_on_chip(const Plan& plan, const ForwardArguments& a) {
-  return plan.forward_on_chip.cluster > 0 && vectors_are_aligned({a.x, a.y});
+  return plan.forward_on_chip.cluster > 0 && a.residual == nullptr && vectors_are_aligned({a.x, a.y});
 }
 
 bool stays_on_chip(const Plan& plan, const BackwardArguments& a) {
@@ -121,8 +121,11 @@ void reduce(const ForwardCall& call, const Problem& problem, const Plan& plan, c
 }
 
 void write(const ForwardCall& call, const Problem& problem, const Plan& plan, const Queues& queues) {
-  check(problem.layout == Layout::contiguous ? launch_apply_contiguous(call, plan, queues.next)
-                                             : launch_apply_channels_last(call, plan, queues.next),
+  // The apply kernels load x before they wait for the kernel in front, which is what makes it where it is a
+  // sum.
+  const Queue& queue = call.sum != nullptr ? queues.first : queues.next;
+  check(problem.layout == Layout::contiguous ? launch_apply_contiguous(call, plan, queue)
+                                             : launch_apply_channels_last(call, plan, queue),
         "the apply kernel");
 }
 
@@ -134,6 +137,11 @@ void run(const Planned& planned, const Problem& problem, const ForwardArguments&
   describe(call, planned.d, problem, a.x, a.weight, a.bias);
   call.y = a.y;
   call.statistics = call.statistics_out = a.statistics;
+  if (a.residual != nullptr) {
+    call.x = call.sum = a.sum;
+    call.addends[0] = a.x;
+    call.addends[1] = a.residual;
+  }
   if (stays_on_chip(plan, a)) {
     check(problem.layout == Layout::contiguous ? launch_forward_on_chip(call, plan, queues.first)
                                                : launch_forward_slabs(call, plan, queues.first),

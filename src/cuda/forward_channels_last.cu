@@ -21,8 +21,8 @@ __device__ __forceinline__ bool is_exact(float q, bool constant) {
 }
 
 // The sums of a leaf of `rows` positions for each of a thread's channels, around the unit's pivots.
-template <class T, int W>
-__device__ __forceinline__ void channels_last_leaf(PivotSums (&sums)[W], float (&pivot)[W], const T* x,
+template <class T, int W, class Source>
+__device__ __forceinline__ void channels_last_leaf(PivotSums (&sums)[W], float (&pivot)[W], Source x,
                                                    std::int64_t pitch, int rows, int channels, bool aligned) {
   int first = aligned ? rows / kMicroBatchRows * kMicroBatchRows : 0;  // of what the vectors leave
   bool exact = true;
@@ -122,9 +122,16 @@ __device__ __forceinline__ void merge_channels(Node* roots, int units, int membe
   }
 }
 
+// Threads of an SM that registers are for; a sum takes more of them.
+template <int W, bool kSum>
+constexpr int kStatisticsBound = !kSum    ? statistics_threads(W)
+                                 : W == 8 ? 384
+                                 : W == 4 ? 512
+                                          : 640;
+
 // Shared memory: the sums of the leaves, then the roots of the channels and their pivots.
-template <class T, int W>
-__global__ void __launch_bounds__(statistics_threads(W))
+template <class T, int W, bool kSum>
+__global__ void __launch_bounds__(kStatisticsBound<W, kSum>)
     statistics_channels_last(const ForwardCall call, const Columns p) {
   PivotSums* const sums = shared_memory<PivotSums>();
   Node* const roots = reinterpret_cast<Node*>(sums + kUnitLeaves * p.columns * W);
@@ -139,9 +146,9 @@ __global__ void __launch_bounds__(statistics_threads(W))
   // Inside a unit positions fit an int: a unit is at most S / 256 positions.
   const int leaf_positions = static_cast<int>(tree.leaf_positions);
   const int length = static_cast<int>(tree.unit_end(place.unit) - begin);
-  const bool aligned = p.vectors && own >= W && is_aligned(call.x, kAlignment<T, W>);
-  const T* x =
-      static_cast<const T*>(call.x) + (place.n * call.d.S + begin) * C + place.channel_begin + at.column * W;
+  const auto all = source_of<T, kSum>(call);
+  const bool aligned = p.vectors && own >= W && is_aligned(all, kAlignment<T, W>);
+  const auto x = all + ((place.n * call.d.S + begin) * C + place.channel_begin + at.column * W);
   // The pivots are the unit's first values.
   float* const pivots = reinterpret_cast<float*>(roots + p.columns * W);
   float pivot[W];
@@ -156,7 +163,7 @@ __global__ void __launch_bounds__(statistics_threads(W))
   sum_leaves<W>(
       p, sums, leaf_positions, length, at, own > 0 && at.lane < p.lanes,
       [&](int leaf_begin, int rows, PivotSums(&leaf)[W]) {
-        channels_last_leaf(leaf, pivot, x + leaf_begin * C, C, rows, own, aligned);
+        channels_last_leaf<T>(leaf, pivot, x + leaf_begin * C, C, rows, own, aligned);
       },
       [&](int channel, const PivotSums& of_channel) {
         roots[channel] = without_count(moments_of(of_channel, length, 1.0 / length, pivots[channel]));
@@ -236,13 +243,16 @@ __global__ void __launch_bounds__(kColumnThreads, 4)
 
 cudaError_t launch_statistics_channels_last(const ForwardCall& call, const Plan& plan, const Queue& queue) {
   return dispatch(call.x_type, [&](auto type) {
-    using T = typename decltype(type)::type;
-    if constexpr (sizeof(T) == 2)
-      if (plan.columns.width == 8)
-        return launch(statistics_channels_last<T, 8>, plan.statistics, queue, call, plan.columns);
-    return plan.columns.width == 4
-               ? launch(statistics_channels_last<T, 4>, plan.statistics, queue, call, plan.columns)
-               : launch(statistics_channels_last<T, 2>, plan.statistics, queue, call, plan.columns);
+    return with_source(call, [&](auto sum) {
+      using T = typename decltype(type)::type;
+      constexpr bool kSum = decltype(sum)::value;
+      if constexpr (sizeof(T) == 2)
+        if (plan.columns.width == 8)
+          return launch(statistics_channels_last<T, 8, kSum>, plan.statistics, queue, call, plan.columns);
+      return plan.columns.width == 4
+                 ? launch(statistics_channels_last<T, 4, kSum>, plan.statistics, queue, call, plan.columns)
+                 : launch(statistics_channels_last<T, 2, kSum>, plan.statistics, queue, call, plan.columns);
+    });
   });
 }
 

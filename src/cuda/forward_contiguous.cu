@@ -7,14 +7,13 @@ namespace steadynorm::cuda {
 
 namespace {
 
-template <class T>
-constexpr int kLeafBlocks = sizeof(T) == 2
-                                ? 5
-                                : 4;  // of an SM: 96 registers hold 64 values unpacked from 16 bits
+// Of an SM: 96 registers hold 64 values unpacked from 16 bits. A sum takes more.
+template <class T, bool kSum>
+constexpr int kLeafBlocks = sizeof(T) == 2 && !kSum ? 5 : 4;
 
 // Every unit is a leaf of one full block.
-template <class T>
-__global__ void __launch_bounds__(kLeafWarps* kLanes, kLeafBlocks<T>)
+template <class T, bool kSum>
+__global__ void __launch_bounds__(kLeafWarps* kLanes, kLeafBlocks<T, kSum>)
     statistics_full_leaves(const ForwardCall call) {
   constexpr int kOfMicroBatch = kMicroBatchRows * kLaneWidth;
   release_next();
@@ -22,7 +21,7 @@ __global__ void __launch_bounds__(kLeafWarps* kLanes, kLeafBlocks<T>)
   const int lane = threadIdx.x % kLanes;
   const std::uint32_t unit = blockIdx.x * (blockDim.x / kLanes) + threadIdx.x / kLanes;
   if (unit >= static_cast<std::uint32_t>(contiguous_units(call.d))) return;
-  const T* const x = static_cast<const T*>(call.x) + std::int64_t{unit} * kLeafBlock;
+  const auto x = source_of<T, kSum>(call) + std::int64_t{unit} * kLeafBlock;
   float pivot = 0;
   const PivotSums sums = add_block<T, kMicroBatchRows, true>(
       {}, pivot, true, x, kLeafBlock, lane, kOfMicroBatch, is_aligned(x, kAlignment<T, kLaneWidth>));
@@ -32,8 +31,8 @@ __global__ void __launch_bounds__(kLeafWarps* kLanes, kLeafBlocks<T>)
 }
 
 // Shared memory: a node per warp.
-template <class T, int kRows>
-__global__ void __launch_bounds__(kLeafWarps* kLanes, 4)
+template <class T, int kRows, bool kSum>
+__global__ void __launch_bounds__(kLeafWarps* kLanes, kSum ? 3 : 4)
     statistics_contiguous(const ForwardCall call, const Runs runs) {
   Node* const nodes = shared_memory<Node>();
   release_next();
@@ -55,8 +54,8 @@ __global__ void __launch_bounds__(kLeafWarps* kLanes, 4)
     root = call.roots + unit.root;
     const int length = positions(leaf, 1, unit_length);
     if (length > 0)
-      node = contiguous_leaf<T, kRows>(static_cast<const T*>(call.x) + unit.begin + leaf * leaf_length,
-                                       length, lane);
+      node = contiguous_leaf<T, kRows>(source_of<T, kSum>(call) + (unit.begin + leaf * leaf_length), length,
+                                       lane);
   }
   if (runs.leaves_per_unit > 1) {
     if (lane == 0) nodes[warp] = node;
@@ -224,11 +223,15 @@ bool apply_merges_contiguous(const ForwardCall& call) {
 cudaError_t launch_statistics_contiguous(const ForwardCall& call, const Plan& plan, const Queue& queue) {
   const bool short_leaves = call.d.tree.unit_channels * call.d.tree.unit_positions <= kLeafRow;
   return dispatch(call.x_type, [&](auto type) {
-    using T = typename decltype(type)::type;
-    if (plan.runs.full_leaves) return launch(statistics_full_leaves<T>, plan.statistics, queue, call);
-    return short_leaves
-               ? launch(statistics_contiguous<T, 1>, plan.statistics, queue, call, plan.runs)
-               : launch(statistics_contiguous<T, kMicroBatchRows>, plan.statistics, queue, call, plan.runs);
+    return with_source(call, [&](auto sum) {
+      using T = typename decltype(type)::type;
+      constexpr bool kSum = decltype(sum)::value;
+      if (plan.runs.full_leaves)
+        return launch(statistics_full_leaves<T, kSum>, plan.statistics, queue, call);
+      return short_leaves ? launch(statistics_contiguous<T, 1, kSum>, plan.statistics, queue, call, plan.runs)
+                          : launch(statistics_contiguous<T, kMicroBatchRows, kSum>, plan.statistics, queue,
+                                   call, plan.runs);
+    });
   });
 }
 

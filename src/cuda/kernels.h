@@ -38,6 +38,9 @@ struct ForwardCall : Call {
   Node* roots = nullptr;            // [N, G, roots]
   Moments* folded = nullptr;
   bool merge_roots = false;  // by the apply kernel, without launch_finalize
+  // With a residual: the statistics kernel writes x, which is the sum of the two, to `sum`.
+  const void* addends[2] = {};
+  void* sum = nullptr;  // null: no residual
 };
 
 // Parameter gradients that are asked for.

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/dispatch.h"
 #include "core/numeric.h"
@@ -29,8 +30,15 @@ struct Packed {
     } else if constexpr (__is_same(T, BFloat16)) {
       return float_of(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
     } else {
-      return to_fp32(T{static_cast<std::uint16_t>(i % 2 ? words[i / 2] >> 16 : words[i / 2])});
+      return to_fp32(value(i));
     }
+  }
+
+  __device__ __forceinline__ T value(int i) const {
+    if constexpr (kIsFloat<T>)
+      return float_of(words[i]);
+    else
+      return T{static_cast<std::uint16_t>(i % 2 ? words[i / 2] >> 16 : words[i / 2])};
   }
 
   __device__ __forceinline__ bool is_zero(int i) const {
@@ -152,6 +160,68 @@ __device__ __forceinline__ void store(T* p, const float (&values)[W], bool whole
       else
         p[i] = T{static_cast<std::uint16_t>(pack_pair<T>(values[i], 0.0f))};
     }
+}
+
+// Values as they are, to where they are read again.
+template <class T, int W>
+__device__ __forceinline__ void store(T* p, const Packed<T, W>& values, bool whole, std::int64_t valid) {
+  if constexpr (Packed<T, W>::kBytes >= 4)
+    if (whole) return store_words(p, values.words);
+#pragma unroll
+  for (int i = 0; i < W; ++i)
+    if (i < valid) p[i] = values.value(i);
+}
+
+// a + b, rounded once.
+template <class T, int W>
+__device__ __forceinline__ Packed<T, W> add(const Packed<T, W>& a, const Packed<T, W>& b) {
+  Packed<T, W> r;
+#pragma unroll
+  for (int i = 0; i < Packed<T, W>::kWords; ++i) {
+    if constexpr (kIsFloat<T>)
+      r.words[i] = bits_of(a[i] + b[i]);
+    else
+      r.words[i] = pack_pair<T>(a[2 * i] + b[2 * i], a[2 * i + 1] + b[2 * i + 1]);
+  }
+  return r;
+}
+
+// ---- where the statistics have x from: memory, or the sum of two tensors ----
+
+// A place in x + residual. Who loads a value of the two stores it in the sum, from where it is read again.
+template <class T>
+struct Summed {
+  const T *x, *residual;
+  T* sum;
+
+  __device__ __forceinline__ Summed operator+(std::int64_t n) const { return {x + n, residual + n, sum + n}; }
+  __device__ __forceinline__ Summed& operator+=(std::int64_t n) { return *this = *this + n; }
+  __device__ __forceinline__ Summed& operator-=(std::int64_t n) { return *this = *this + -n; }
+  __device__ __forceinline__ T operator[](std::int64_t i) const { return sum[i]; }
+};
+
+// Rows of both that a thread loads before it adds the first: kBytes of each are in flight.
+template <class Row, int kCount, int kBytes = 64>
+constexpr int kSummedRows = kBytes / Row::kBytes < kCount ? kBytes / Row::kBytes : kCount;
+
+template <class T>
+__device__ __forceinline__ bool is_aligned(const Summed<T>& p, int bytes) {
+  return is_aligned(p.x, bytes) && is_aligned(p.residual, bytes) && is_aligned(p.sum, bytes);
+}
+
+template <class T, bool kSum>
+__device__ __forceinline__ auto source_of(const ForwardCall& call) {
+  if constexpr (kSum)
+    return Summed<T>{static_cast<const T*>(call.addends[0]), static_cast<const T*>(call.addends[1]),
+                     static_cast<T*>(call.sum)};
+  else
+    return static_cast<const T*>(call.x);
+}
+
+// f(kSum), as a constant.
+template <class F>
+cudaError_t with_source(const ForwardCall& call, const F& f) {
+  return call.sum != nullptr ? f(std::true_type{}) : f(std::false_type{});
 }
 
 // f(Type<float>{}), f(Type<BFloat16>{}) or f(Type<Float16>{}), on the device.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The differentiable operator. The one source file that needs torch's autograd headers.
+// The differentiable operators. The one source file that needs torch's autograd headers.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -26,12 +26,30 @@ const auto& forward_operator() {
   return op;
 }
 
+const auto& residual_operator() {
+  using Signature = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const OptionalTensor&,
+                                                       const OptionalTensor&, SymInt, double,
+                                                       std::string_view, OptionalDType);
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("steadynorm::group_norm_residual_forward", "")
+                             .typed<Signature>();
+  return op;
+}
+
 const auto& backward_operator() {
   using Signature = Gradients(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
                               const OptionalTensor&, SymInt, std::string_view, OutputMask);
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("steadynorm::group_norm_backward", "")
                              .typed<Signature>();
+  return op;
+}
+
+const auto& differentiable_operator() {
+  using Signature = Tensor(const Tensor&, std::int64_t, const OptionalTensor&, const OptionalTensor&, double,
+                           std::string_view, OptionalDType);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("steadynorm::group_norm", "").typed<Signature>();
   return op;
 }
 
@@ -46,10 +64,13 @@ bool stands_in(const OptionalTensor& weight, const OptionalTensor& bias) {
   return present(weight) && weight->scalar_type() == bias->scalar_type() && weight->dim() == bias->dim();
 }
 
+// What group_norm_forward returns.
+using Computed = std::tuple<Tensor, Tensor>;
+
 struct GroupNormFunction : torch::autograd::Function<GroupNormFunction> {
   static constexpr bool is_traceable = true;
 
-  static constexpr std::size_t kArguments = 7;  // of forward
+  static constexpr std::size_t kArguments = 8;  // of forward
   static constexpr const char *kKept = "kept", *kEps = "eps";
 
   enum BiasFrom : std::int64_t { absent, unread, saved, weight_stands_in };
@@ -63,13 +84,15 @@ struct GroupNormFunction : torch::autograd::Function<GroupNormFunction> {
     return {static_cast<Activation>(kept >> 2), static_cast<BiasFrom>(kept & 3)};
   }
 
+  // `computed`: null, or already at hand.
   static Tensor forward(AutogradContext* context, const Tensor& input, const OptionalTensor& weight,
                         const OptionalTensor& bias, const SymInt& channels_per_group, double eps,
-                        std::string_view activation, OptionalDType out_dtype) {
+                        std::string_view activation, OptionalDType out_dtype, const Computed* computed) {
     context->set_materialize_grads(false);
     const at::AutoDispatchBelowADInplaceOrView below;
-    auto [y, statistics] =
-        forward_operator().call(input, weight, bias, channels_per_group, eps, activation, out_dtype);
+    const auto [y, statistics] = computed ? *computed
+                                          : forward_operator().call(input, weight, bias, channels_per_group,
+                                                                    eps, activation, out_dtype);
     const bool activated = activation != "none";
     BiasFrom from = present(bias) ? unread : absent;
     if (present(bias) && (activated || bias->requires_grad()))
@@ -120,6 +143,21 @@ struct GroupNormFunction : torch::autograd::Function<GroupNormFunction> {
   }
 };
 
+// The sum's place in the graph: with it group_norm_residual has the nodes, and so the gradients, of a sum and
+// a norm one after the other.
+struct SumFunction : torch::autograd::Function<SumFunction> {
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* context, const Tensor&, const Tensor&, const Tensor* sum) {
+    context->set_materialize_grads(false);
+    return *sum;
+  }
+
+  static variable_list backward(AutogradContext*, variable_list grads) {
+    return {grads[0], grads[0], Tensor()};
+  }
+};
+
 // torch::autograd::Function refuses to run under functorch, and has no forward mode.
 bool under_functorch() {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
@@ -137,22 +175,53 @@ Tensor group_norm(const Tensor& input, std::int64_t num_groups, const OptionalTe
     return functorch ? y : y.contiguous(format_of(input));  // vmap knows no memory formats
   }
   if (at::GradMode::is_enabled() && (input.requires_grad() || requires_grad(weight) || requires_grad(bias)))
-    return GroupNormFunction::apply(input, weight, bias, per_group, eps, activation, out_dtype);
+    return GroupNormFunction::apply(input, weight, bias, per_group, eps, activation, out_dtype, nullptr);
   const at::AutoDispatchBelowADInplaceOrView below;
   return std::get<0>(forward_operator().call(input, weight, bias, per_group, eps, activation, out_dtype));
+}
+
+std::tuple<Tensor, Tensor> group_norm_residual(const Tensor& input, const Tensor& residual,
+                                               std::int64_t num_groups, const OptionalTensor& weight,
+                                               const OptionalTensor& bias, double eps,
+                                               std::string_view activation, OptionalDType out_dtype) {
+  const SymInt per_group = channels_per_group(input, num_groups);
+  const at::MemoryFormat format = format_of(input);
+  // Strides that the kernels would copy, PyTorch's sum reads as they are.
+  const bool one_by_one = under_functorch() || has_tangent(input) || has_tangent(residual) ||
+                          has_tangent(weight) || has_tangent(bias) || !is_dense(input, format) ||
+                          !is_dense(residual, format);
+  if (one_by_one) {
+    check({input, weight, bias, per_group, eps, activation, out_dtype});
+    check_residual(input, residual);
+    const Tensor sum = input + residual;
+    return {differentiable_operator().call(sum, num_groups, weight, bias, eps, activation, out_dtype), sum};
+  }
+  const auto [y, sum, statistics] = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return residual_operator().call(input, residual, weight, bias, per_group, eps, activation, out_dtype);
+  }();
+  if (!at::GradMode::is_enabled()) return {y, sum};
+  Tensor s = sum;
+  if (input.requires_grad() || residual.requires_grad()) s = SumFunction::apply(input, residual, &sum);
+  if (!s.requires_grad() && !requires_grad(weight) && !requires_grad(bias)) return {y, s};
+  const Computed computed{y, statistics};
+  return {GroupNormFunction::apply(s, weight, bias, per_group, eps, activation, out_dtype, &computed), s};
 }
 
 }  // namespace
 
 // CompositeImplicitAutograd rather than Autograd, so that tensor subclasses meet the inner operators in
 // inference mode too.
-TORCH_LIBRARY_IMPL(steadynorm, CompositeImplicitAutograd, library) { library.impl("group_norm", group_norm); }
+TORCH_LIBRARY_IMPL(steadynorm, CompositeImplicitAutograd, library) {
+  library.impl("group_norm", group_norm);
+  library.impl("group_norm_residual", group_norm_residual);
+}
 
 // The inner operators have no gradient. Without these torch would only warn in backward, and torch.func would
 // return zeros.
 TORCH_LIBRARY_IMPL(steadynorm, Autograd, library) {
-  for (const char* name :
-       {"group_norm_forward", "group_norm_backward", "group_norm_stats", "group_norm_apply"})
+  for (const char* name : {"group_norm_forward", "group_norm_backward", "group_norm_stats",
+                           "group_norm_apply", "group_norm_residual_forward"})
     library.impl(name, torch::autograd::autogradNotImplementedFallback());
 }
 

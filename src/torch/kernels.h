@@ -19,6 +19,11 @@
 
 namespace steadynorm::binding {
 
+// What the Meta kernels return: of input's sizes, in the format that y has, and [3, N, G]. Sizes may be
+// symbols.
+Tensor dense_like(const Tensor& input, at::ScalarType dtype);
+Tensor statistics_like(const Arguments&);
+
 // Of `bytes`, which may be 0; no tensor, which would cost as much again.
 template <class Backend>
 at::DataPtr workspace(std::size_t bytes) {

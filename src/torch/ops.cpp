@@ -8,7 +8,7 @@
 
 #include "steadynorm/cpu.h"
 #include "steadynorm/reference.h"
-#include "torch/kernels.h"
+#include "torch/residual.h"
 
 namespace steadynorm::binding {
 
@@ -84,30 +84,12 @@ struct Cpu {
 
 // The Meta kernels say the sizes, dtypes and strides that the others return, from sizes that may be symbols.
 
-// By strides: at::empty_symint of a channels-last format returns what does not know that it is channels-last,
-// and whoever asks next would copy (torch 2.11).
-Tensor dense_like(const Tensor& input, at::ScalarType dtype) {
-  const auto options = input.options().dtype(dtype);
-  const auto sizes = input.sym_sizes();
-  switch (format_of(input)) {
-    case at::MemoryFormat::ChannelsLast:
-      return at::empty_strided_symint(sizes, c10::get_channels_last_strides_2d(sizes), options);
-    case at::MemoryFormat::ChannelsLast3d:
-      return at::empty_strided_symint(sizes, c10::get_channels_last_strides_3d(sizes), options);
-    default:
-      return at::empty_symint(sizes, options);
-  }
-}
-
 std::tuple<Tensor, Tensor> forward_meta(const Tensor& input, const OptionalTensor& weight,
                                         const OptionalTensor& bias, SymInt channels_per_group, double eps,
                                         std::string_view activation, OptionalDType out_dtype) {
   const Arguments a{input, weight, bias, channels_per_group, eps, activation, out_dtype};
   check(a);
-  const SymInt groups = input.sym_size(1) / channels_per_group;
-  return {dense_like(input, output_dtype(a)),
-          at::empty_symint({SymInt(3), input.sym_size(0), groups},
-                           input.options().dtype(accumulate_dtype(input)))};
+  return {dense_like(input, output_dtype(a)), statistics_like(a)};
 }
 
 Gradients backward_meta(const Tensor& grad_output, const Tensor& input, const Tensor& statistics,
@@ -190,6 +172,26 @@ Tensor apply_batched(const Tensor& input, const Tensor& moments, const OptionalT
 
 }  // namespace
 
+// By strides: at::empty_symint of a channels-last format returns what does not know that it is channels-last,
+// and whoever asks next would copy (torch 2.11).
+Tensor dense_like(const Tensor& input, at::ScalarType dtype) {
+  const auto options = input.options().dtype(dtype);
+  const auto sizes = input.sym_sizes();
+  switch (format_of(input)) {
+    case at::MemoryFormat::ChannelsLast:
+      return at::empty_strided_symint(sizes, c10::get_channels_last_strides_2d(sizes), options);
+    case at::MemoryFormat::ChannelsLast3d:
+      return at::empty_strided_symint(sizes, c10::get_channels_last_strides_3d(sizes), options);
+    default:
+      return at::empty_symint(sizes, options);
+  }
+}
+
+Tensor statistics_like(const Arguments& a) {
+  return at::empty_symint({SymInt(3), a.input.sym_size(0), a.input.sym_size(1) / a.channels_per_group},
+                          a.input.options().dtype(accumulate_dtype(a.input)));
+}
+
 TORCH_LIBRARY(steadynorm, library) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
   library.def(
@@ -215,7 +217,10 @@ TORCH_LIBRARY(steadynorm, library) {
       tags);
 }
 
-TORCH_LIBRARY_IMPL(steadynorm, CPU, library) { register_kernels<Cpu>(library); }
+TORCH_LIBRARY_IMPL(steadynorm, CPU, library) {
+  register_kernels<Cpu>(library);
+  library.impl("group_norm_residual_forward", residual_forward<Cpu>);
+}
 
 TORCH_LIBRARY_IMPL(steadynorm, Meta, library) {
   library.impl("group_norm_forward", forward_meta);

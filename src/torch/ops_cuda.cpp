@@ -7,7 +7,7 @@
 #include <torch/library.h>
 
 #include "steadynorm/cuda.h"
-#include "torch/kernels.h"
+#include "torch/residual.h"
 
 namespace steadynorm::binding {
 
@@ -58,6 +58,9 @@ struct Cuda {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(steadynorm, CUDA, library) { register_kernels<Cuda>(library); }
+TORCH_LIBRARY_IMPL(steadynorm, CUDA, library) {
+  register_kernels<Cuda>(library);
+  library.impl("group_norm_residual_forward", residual_forward<Cuda>);
+}
 
 }  // namespace steadynorm::binding

@@ -79,25 +79,6 @@ Problem checked(const Arguments& a) {
   return problem;
 }
 
-// With symbolic sizes is_contiguous(channels_last) is false for what torch.empty(memory_format=channels_last)
-// returns (torch 2.11), so there the strides are compared one by one.
-bool is_dense(const Tensor& input, at::MemoryFormat format) {
-  if (!input.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return input.is_contiguous(format);
-  if (surely(input.sym_size(0).sym_eq(0))) return true;
-  SymInt expected = 1;
-  const auto has_stride = [&](std::int64_t dim) {
-    const SymInt size = input.sym_size(dim);
-    const bool matches = surely(size.sym_eq(1)) || surely(input.sym_stride(dim).sym_eq(expected));
-    expected *= size;
-    return matches;
-  };
-  const bool last = format != at::MemoryFormat::Contiguous;
-  if (last && !has_stride(1)) return false;
-  for (std::int64_t dim = input.dim() - 1; dim >= 0; --dim)
-    if (!(last && dim == 1) && !has_stride(dim)) return false;
-  return true;
-}
-
 void require_array(const char* name, const Tensor& tensor, const Tensor& input, at::ScalarType dtype,
                    const char* shape, c10::ArrayRef<SymInt> sizes) {
   TORCH_CHECK_VALUE(tensor.scalar_type() == dtype && has_sizes(tensor, sizes), "group_norm: ", name,
@@ -146,6 +127,37 @@ void check_statistics(const Arguments& a, const Tensor& statistics) {
 void check_moments(const Arguments& a, const Tensor& moments) {
   const SymInt N = a.input.sym_size(0), G = a.input.sym_size(1) / a.channels_per_group;
   require_array("moments", moments, a.input, at::kDouble, "[N, G, 3]", {N, G, SymInt(3)});
+}
+
+void check_residual(const Tensor& input, const Tensor& residual) {
+  // PyTorch would add a sparse one.
+  TORCH_CHECK_VALUE(residual.layout() == at::kStrided,
+                    "group_norm: residual must be a dense tensor, got layout ", residual.layout());
+  TORCH_CHECK_VALUE(has_sizes(residual, input.sym_sizes()), "group_norm: residual must have input's sizes ",
+                    input.sym_sizes(), ", got ", residual.sym_sizes());
+  TORCH_CHECK_VALUE(residual.scalar_type() == input.scalar_type(),
+                    "group_norm: residual must have input's dtype ", name_of(input.scalar_type()), ", got ",
+                    name_of(residual.scalar_type()));
+  require_device("residual", residual, input);
+}
+
+// With symbolic sizes is_contiguous(channels_last) is false for what torch.empty(memory_format=channels_last)
+// returns (torch 2.11), so there the strides are compared one by one.
+bool is_dense(const Tensor& input, at::MemoryFormat format) {
+  if (!input.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return input.is_contiguous(format);
+  if (surely(input.sym_size(0).sym_eq(0))) return true;
+  SymInt expected = 1;
+  const auto has_stride = [&](std::int64_t dim) {
+    const SymInt size = input.sym_size(dim);
+    const bool matches = surely(size.sym_eq(1)) || surely(input.sym_stride(dim).sym_eq(expected));
+    expected *= size;
+    return matches;
+  };
+  const bool last = format != at::MemoryFormat::Contiguous;
+  if (last && !has_stride(1)) return false;
+  for (std::int64_t dim = input.dim() - 1; dim >= 0; --dim)
+    if (!(last && dim == 1) && !has_stride(dim)) return false;
+  return true;
 }
 
 at::MemoryFormat format_of(const Tensor& input) {

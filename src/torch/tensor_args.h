@@ -51,8 +51,12 @@ SymInt channels_per_group(const Tensor& input, std::int64_t num_groups);
 
 void check(const Arguments&);
 void check_gradient(const Tensor& input, const Tensor& grad_output);
+void check_residual(const Tensor& input, const Tensor& residual);
 void check_statistics(const Arguments&, const Tensor& statistics);  // [3, N, G]
 void check_moments(const Arguments&, const Tensor& moments);        // [N, G, 3]
+
+// Whether memory has the elements in the order of `format`, with nothing in between.
+bool is_dense(const Tensor&, at::MemoryFormat format);
 
 // The memory format of `input` that y and dx keep. Dense channels-last stays; what is dense in both formats
 // (C = 1, or one position) is contiguous; so is the result for any other strides.

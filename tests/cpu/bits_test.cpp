@@ -138,6 +138,25 @@ TEST(CpuBits, DoNotDependOnTheInstructionSet) {
   }
 }
 
+TEST(CpuBits, OfASumAreThoseOfTheSumStored) {
+  std::uint64_t seed = 400;
+  for (const Problem& p : problems(30))
+    for (const Kind kind : {Kind::normal, Kind::offset_1e5, Kind::huge, Kind::tiny, Kind::constant}) {
+      const Inputs in(p, make_data(p, kind, ++seed));
+      const Residual with(p, in, kind, seed + 10000);
+      const Forward expected = run_forward(p, with.stored(in));
+      for (const cpu::Kernels* const* k = cpu::available_kernels(); *k != nullptr; ++k) {
+        cpu::use_kernels(*k);
+        const std::string name = describe(p) + ", " + to_string(kind) + ", " + (*k)->name;
+        const ResidualForward found = run_forward(p, in, with, random_ranges(3, seed));
+        EXPECT_TRUE(same_bits(name + ", sum", found.sum, with.sum, image_shape(p)));
+        expect_same(name, p, found.forward, expected);
+      }
+      cpu::use_kernels(nullptr);
+      if (HasFailure()) return;
+    }
+}
+
 TEST(CpuBits, OfASampleDoNotDependOnItsBatch) {
   std::uint64_t seed = 100;
   for (const Problem& p : problems(12)) {

@@ -83,6 +83,46 @@ inline Forward run_forward(const Problem& p, const Inputs& in,
   return out;
 }
 
+// A residual for inputs of this kind, and what its sum with x is: fp32 addition, rounded to x's dtype. In
+// double the sum of two fp32 values rounds to fp32 as their fp32 sum does (53 >= 2 * 24 + 2 bits).
+struct Residual {
+  Array residual, sum;
+
+  Residual(const Problem& p, const Inputs& in, Kind kind, std::uint64_t seed) {
+    const bool alike = kind == Kind::tiny || kind == Kind::constant;
+    residual = store(make_data(p, alike ? kind : Kind::normal, seed).x, p.x);
+    std::vector<double> values = load(in.x);
+    const std::vector<double> addends = load(residual);
+    for (std::size_t i = 0; i < values.size(); ++i) values[i] += addends[i];
+    sum = store(values, p.x);
+  }
+
+  // The inputs whose x is the sum.
+  Inputs stored(Inputs in) const {
+    in.x = sum;
+    return in;
+  }
+};
+
+struct ResidualForward {
+  Array sum;
+  Forward forward;
+};
+
+inline ResidualForward run_forward(const Problem& p, const Inputs& in, const Residual& with,
+                                   const cpu::ParallelFor& parallel = cpu::serial) {
+  ResidualForward out{
+      rubbish(p.x, p.elements()),
+      {rubbish(p.y, p.elements()), std::vector<float>(static_cast<std::size_t>(3 * p.samples * p.groups))}};
+  const Workspace workspace(cpu::forward_workspace(p));
+  cpu::ForwardArguments a = forward_arguments(in, out.forward);
+  a.residual = with.residual.data();
+  a.sum = out.sum.data();
+  a.workspace = workspace.get();
+  cpu::forward(p, a, parallel);
+  return out;
+}
+
 inline Backward run_backward(const Problem& p, const Inputs& in, const std::vector<float>& statistics,
                              const Wanted& wanted = {}, const cpu::ParallelFor& parallel = cpu::serial) {
   Backward out;

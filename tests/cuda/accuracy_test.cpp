@@ -178,6 +178,23 @@ TEST_F(CudaSanitizer, FullLeavesAndGivenMoments) {
   }
 }
 
+TEST_F(CudaSanitizer, SumsReachEveryStatisticsKernel) {
+  const std::int64_t sizes[][4] = {{2, 12, 3, 65}, {1, 16, 2, 4096}, {1, 8, 1, 9000}, {2, 10, 2, 100}};
+  for (const auto& size : sizes)
+    for (const Layout layout : kLayouts)
+      for (const DType x : kTypes) {
+        const Problem p = make_problem(size[0], size[1], size[2], size[3], layout, x);
+        for (const Kind kind : {Kind::normal, Kind::tiny}) {
+          const Inputs in(p, make_data(p, kind, 9));
+          const Residual with(p, in, kind, 10);
+          const cuda::Plan plan = cuda::choose_plan(p, cuda::current_device());
+          const ResidualForward found = DeviceResidual(p, with).forward(plan, p, DeviceInputs(in));
+          EXPECT_TRUE(same_bits(describe(p) + ", sum", found.sum, with.sum, image_shape(p)));
+          expect_same(describe(p), p, found.forward, run_forward(p, with.stored(in)));
+        }
+      }
+}
+
 // Only channels this long have units of several leaves.
 TEST_F(CudaSanitizer, GroupsOnChip) {
   const std::int64_t sizes[][4] = {{2, 8, 2, 4096}, {1, 4, 1, 16384}, {1, 4, 1, 65536}};

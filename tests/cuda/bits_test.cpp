@@ -187,6 +187,50 @@ TEST_F(CudaBits, DoNotDependOnTheAlignment) {
   }
 }
 
+void expect_same(const std::string& name, const Problem& p, const ResidualForward& found,
+                 const Residual& with, const Forward& expected) {
+  EXPECT_TRUE(same_bits(name + ", sum", found.sum, with.sum, image_shape(p)));
+  expect_same(name, p, found.forward, expected);
+}
+
+TEST_F(CudaBits, OfASumAreTheCpusOfTheSumStored) {
+  std::uint64_t seed = 400;
+  const cuda::DeviceInfo device = cuda::current_device();
+  for (Problem p : problems(27)) {
+    if (!kEmulated && p.activation != Activation::none) p.activation = Activation::relu;
+    for (const Kind kind : {Kind::normal, Kind::offset_1e5, Kind::huge, Kind::tiny, Kind::constant}) {
+      const Inputs in(p, make_data(p, kind, ++seed));
+      const Residual with(p, in, kind, seed + 10000);
+      const Forward expected = run_forward(p, with.stored(in));
+      const DeviceInputs inputs(in);
+      const std::string name = describe(p) + ", " + to_string(kind) + ", ";
+      std::vector<cuda::Plan> plans{cuda::choose_plan(p, device)};
+      if (kind == Kind::normal) plans = cuda::legal_plans(p, device);
+      for (const cuda::Plan& plan : plans) {
+        std::ostringstream text;
+        text << plan;
+        expect_same(name + text.str(), p, DeviceResidual(p, with).forward(plan, p, inputs), with, expected);
+      }
+    }
+    if (HasFailure()) return;
+  }
+}
+
+TEST_F(CudaBits, OfASumDoNotDependOnTheAlignment) {
+  std::uint64_t seed = 500;
+  for (const Problem& p : problems(28)) {
+    const Inputs in(p, make_data(p, Kind::normal, ++seed));
+    const Residual with(p, in, Kind::normal, seed + 10000);
+    const cuda::Plan plan = cuda::choose_plan(p, cuda::current_device());
+    const ResidualForward found = DeviceResidual(p, with).forward(plan, p, DeviceInputs(in));
+    for (const ResidualShifts& s : {ResidualShifts{1, 0, 0}, {0, 1, 0}, {0, 0, 1}, {2, 4, 1}, {4, 4, 4}})
+      expect_same(describe(p) + ", shifted by " + std::to_string(s.x) + ", " + std::to_string(s.residual) +
+                      ", " + std::to_string(s.sum),
+                  p, DeviceResidual(p, with, s).forward(plan, p, DeviceInputs(in, s.x)), with, found.forward);
+    if (HasFailure()) return;
+  }
+}
+
 TEST_F(CudaBits, OfASampleDoNotDependOnItsBatch) {
   std::uint64_t seed = 150;
   for (Problem p : problems(24)) {

@@ -102,6 +102,27 @@ struct DeviceForward {
   }
 };
 
+// Elements beyond an aligned address.
+struct ResidualShifts {
+  std::size_t x = 0, residual = 0, sum = 0;
+};
+
+struct DeviceResidual {
+  DeviceArray residual, sum;
+
+  DeviceResidual(const Problem& p, const Residual& with, const ResidualShifts& shifts = {})
+      : residual(with.residual, shifts.residual * size_of(p.x)),
+        sum(bytes_of(p.x, p.elements()), shifts.sum * size_of(p.x)) {}
+
+  ResidualForward forward(const cuda::Plan& plan, const Problem& p, const DeviceInputs& in) const {
+    DeviceForward f(p, in);
+    f.arguments.residual = residual.get();
+    f.arguments.sum = sum.get();
+    cuda::forward(plan, p, f.arguments, nullptr);
+    return {sum.read(p.x), f.read(p)};
+  }
+};
+
 struct DeviceBackward {
   DeviceArray statistics, dx, dweight, dbias, workspace;
   cuda::BackwardArguments arguments;

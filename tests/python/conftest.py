@@ -49,3 +49,12 @@ def failing(ladder: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> tuple
     if request.param == rungs.COMPILED:
         rungs.native_rung.off = "turned off by a test"
     return request.param, RUNGS[RUNGS.index(request.param) + 1]
+
+
+@pytest.fixture
+def no_loop():
+    """PyTorch's vmap raises where it would call an operator once for each example."""
+    enabled = torch._C._functorch._is_vmap_fallback_enabled()
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    yield
+    torch._C._functorch._set_vmap_fallback_enabled(enabled)

@@ -12,15 +12,6 @@ from operator_samples import ACTIVATIONS, apply, backward, forward, group_norm, 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture
-def no_loop():
-    """PyTorch's vmap raises where it would call an operator once for each example."""
-    enabled = torch._C._functorch._is_vmap_fallback_enabled()
-    torch._C._functorch._set_vmap_fallback_enabled(False)
-    yield
-    torch._C._functorch._set_vmap_fallback_enabled(enabled)
-
-
 def rounded_from(actual, exact, scale=None):
     """`actual` is `exact` rounded once to its dtype: half a unit, and what float64 sums may differ by."""
     info = torch.finfo(actual.dtype)
