@@ -74,30 +74,23 @@ STEADYNORM_HD AnyPointer<void> like(AnyPointer<const void>, MutableArray array) 
   return {array.data, array.type};
 }
 
-// f(offset, count, coefficients) for each vector of the tile.
+// f(offset, count, coefficients) for each vector of the tile, in the order of memory: several rows of columns
+// side by side save loads of coefficients, and cost more than that in streams (1.3 of the time in L2, EPYC
+// 9005, 2026-12).
 template <bool kRow, class F>
-STEADYNORM_HD void for_elements(const Tile& tile, const Coefficients& k, F&& f) {
-  // Several rows for each load of columns' coefficients.
-  constexpr int kRows = kRow ? 1 : 4;
+STEADYNORM_HD void for_elements(const Tile tile, const Coefficients& k, F&& f) {
   const std::int64_t whole = tile.width / kWidth * kWidth;
-  std::int64_t r = 0;
-  for (; r + kRows <= tile.rows; r += kRows) {
+  const int rest = static_cast<int>(tile.width - whole);
+  for (std::int64_t r = 0; r < tile.rows; ++r) {
     const std::int64_t begin = tile.offset + r * tile.stride;
     if constexpr (kRow) {
       const Element element = row_element(k, r);
       for (std::int64_t j = 0; j < whole; j += kWidth) f(begin + j, kWidth, element);
-      if (whole < tile.width) f(begin + whole, static_cast<int>(tile.width - whole), element);
+      if (rest > 0) f(begin + whole, rest, element);
     } else {
-      for (std::int64_t j = 0; j < whole; j += kWidth) {
-        const Element element = column_element(k, j);
-        for (int i = 0; i < kRows; ++i) f(begin + i * tile.stride + j, kWidth, element);
-      }
+      for (std::int64_t j = 0; j < whole; j += kWidth) f(begin + j, kWidth, column_element(k, j));
+      if (rest > 0) f(begin + whole, rest, column_element(k, whole));
     }
-  }
-  if constexpr (!kRow) {  // what is left of rows and of columns
-    for (std::int64_t row = 0; row < tile.rows; ++row)
-      for (std::int64_t j = row < r ? whole : 0; j < tile.width; j += kWidth)
-        f(tile.offset + row * tile.stride + j, smaller(tile.width - j, kWidth), column_element(k, j));
   }
 }
 

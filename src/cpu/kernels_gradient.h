@@ -52,11 +52,15 @@ struct BlockSums {
 };
 
 // The sums of `rows` rows of `count` terms, `stride` apart; of the last one only `last` terms are there.
-template <Activation A, class X, class Y>
+template <Activation A, bool kFetch, class X, class Y>
 STEADYNORM_HD Terms sum_rows(X x, Y dy, std::int64_t stride, int rows, int count, int last,
                              const Element& k) {
   if constexpr (A == Activation::none || A == Activation::relu) {  // the others are not worth the code
     const auto whole = [&](int v) __attribute__((always_inline)) {
+      if constexpr (kFetch) {
+        prefetch(x + (kMicroBatchRows + v) * stride);
+        prefetch(dy + (kMicroBatchRows + v) * stride);
+      }
       return terms<A>(load(x + v * stride), load(dy + v * stride), k);
     };
     if (last == kWidth) {
@@ -91,7 +95,7 @@ template <Activation A, class X, class Y>
       const int c = lane * kLaneWidth + i * kWidth, last = smaller(ragged - c, kWidth);
       Terms sum{};
       if (rows > 0 || last > 0)
-        sum = sum_rows<A>(x + c, dy + c, kLeafRow, rows + (last > 0), kWidth, last > 0 ? last : kWidth, k);
+        sum = sum_rows<A, true>(x + c, dy + c, kLeafRow, rows + (last > 0), kWidth, last > 0 ? last : kWidth, k);
       dz[i] = sum.dz;
       dz_normalized[i] = sum.dz_normalized;
     }
@@ -261,7 +265,7 @@ void add_column_sums(X x, Y dy, std::int64_t stride, int rows, int width, const 
   for (int j = 0; j < width; j += kWidth) {
     const Element element = column_element(k, j);
     const int count = smaller(width - j, kWidth);
-    const Terms sum = sum_rows<A>(x + j, dy + j, stride, rows, count, count, element);
+    const Terms sum = sum_rows<A, false>(x + j, dy + j, stride, rows, count, count, element);
     double* __restrict dz = leaf.first + j;
     double* __restrict dz_normalized = leaf.second + j;
     const auto add = [&](auto from_nothing) __attribute__((always_inline)) {

@@ -68,7 +68,10 @@ template <int R, bool kRagged, class T>
   Floats value[kLaneVectors][R], sum[kLaneVectors];
   Mask present[kLaneVectors];
   for (int p = 0; p < kLaneVectors; ++p) {
-    for (int v = 0; v < R - kRagged; ++v) value[p][v] = load(x + v * kLeafRow + p * kWidth);
+    for (int v = 0; v < R - kRagged; ++v) {
+      if constexpr (R == kMicroBatchRows) prefetch(x + (kMicroBatchRows + v) * kLeafRow + p * kWidth);
+      value[p][v] = load(x + v * kLeafRow + p * kWidth);
+    }
     if constexpr (kRagged) {
       const int left = ragged - p * kWidth, count = left < 0 ? 0 : smaller(left, kWidth);
       value[p][R - 1] = count > 0 ? load(x + (R - 1) * kLeafRow + p * kWidth, count) : Floats{};
@@ -266,13 +269,19 @@ void row_moments(Array x, std::int64_t offset, std::int64_t length, std::int64_t
 
 // ---- columns ----
 
-// One micro-batch of `count` columns: 8 rows, or fewer of them.
-struct ColumnBatch {
-  Floats m, d, q;
+// Consecutive micro-batches of each column of a panel, and whether the q of one of them is not reliable.
+constexpr int kPanelBatches = 4;
+struct PanelBatches {
+  alignas(64) float m[kPanelBatches][kPanel];
+  alignas(64) float d[kPanelBatches][kPanel];
+  alignas(64) float q[kPanelBatches][kPanel];
+  bool suspect;
 };
 
+// Micro-batch b of columns j, j + 1, ... `count` of them: 8 rows, or fewer of them.
 template <bool kWhole, class T>
-STEADYNORM_HD ColumnBatch column_batch(const T* x, std::int64_t stride, int rows, int count) {
+STEADYNORM_HD void column_batch(const T* x, std::int64_t stride, int rows, int count, int b, int j,
+                                PanelBatches& to) {
   Floats value[kMicroBatchRows];
   for (int v = 0; v < kMicroBatchRows; ++v)
     value[v] = kWhole ? load(x + v * stride) : (v < rows ? load(x + v * stride, count) : Floats{});
@@ -280,45 +289,120 @@ STEADYNORM_HD ColumnBatch column_batch(const T* x, std::int64_t stride, int rows
   m = kWhole ? m * (1.0f / kMicroBatchRows) : m / static_cast<float>(rows);
   for (int v = 0; v < kMicroBatchRows; ++v)
     value[v] = kWhole || v < rows ? value[v] - m : Floats{};  // missing: +0
-  const Floats d = pairwise<kMicroBatchRows>([&](int v) { return value[v]; });
-  return {m, d, pairwise<kMicroBatchRows>([&](int v) { return value[v] * value[v]; })};
+  const Floats q = pairwise<kMicroBatchRows>([&](int v) { return value[v] * value[v]; });
+  store(to.m[b] + j, m);
+  store(to.d[b] + j, pairwise<kMicroBatchRows>([&](int v) { return value[v]; }));
+  store(to.q[b] + j, q);
+  if (any(unreliable(q) & first_of(count))) {  // q = d = 0 are right when all values equal m
+    Mask equal = value[0] == 0.0f;
+    for (int v = 1; v < kMicroBatchRows; ++v) equal &= value[v] == 0.0f;
+    to.suspect |= any(unreliable(q) & ~equal & first_of(count));
+  }
 }
 
-// Adds one micro-batch of each column to the PivotSums in `leaf`, or starts them with it.
 template <class T>
-void add_column_batches(const T* x, std::int64_t stride, int rows, int width, const float* __restrict pivot,
-                        bool first, ColumnNode& leaf) {
+STEADYNORM_HD void column_batches(const T* x, std::int64_t stride, int rows, int width, int b,
+                                  PanelBatches& to) {
+  int j = 0;
+  if (rows == kMicroBatchRows)
+    for (; j + kWidth <= width; j += kWidth) column_batch<true>(x + j, stride, rows, kWidth, b, j, to);
+  for (; j < width; j += kWidth)
+    column_batch<false>(x + j, stride, rows, smaller(width - j, kWidth), b, j, to);
+}
+
+// node(j) of each column into `to`.
+template <class Node>
+STEADYNORM_HD void for_columns(int width, ColumnNode& to, Node&& node) {
+  double* __restrict sum = to.first;
+  double* __restrict squares = to.second;
   for (int j = 0; j < width; j += kWidth) {
-    const int count = smaller(width - j, kWidth);
-    const ColumnBatch batch = rows == kMicroBatchRows && count == kWidth
-                                  ? column_batch<true>(x + j, stride, rows, count)
-                                  : column_batch<false>(x + j, stride, rows, count);
-    double* __restrict sum = leaf.first + j;
-    double* __restrict squares = leaf.second + j;
-    const float* __restrict p = pivot + j;
-    if (!any(unreliable(batch.q) & first_of(count))) {
-      const auto add = [&](auto from_zero) __attribute__((always_inline)) {
 #pragma GCC unroll 1
-        for (int i = 0; i < kWidth; ++i) {
-          const PivotSums before = from_zero ? PivotSums{} : PivotSums{sum[i], squares[i]};
-          const PivotSums both = add_micro_batch(before, rows, p[i], batch.m[i], batch.d[i], batch.q[i]);
-          sum[i] = both.sum;
-          squares[i] = both.squares;
-        }
-      };
-      first ? add(std::true_type{}) : add(std::false_type{});
-      continue;
-    }
-    for (int i = 0; i < count; ++i) {
-      const PivotSums before = first ? PivotSums{} : PivotSums{sum[i], squares[i]};
-      const PivotSums both = is_reliable(batch.q[i])
-                                 ? add_micro_batch(before, rows, p[i], batch.m[i], batch.d[i], batch.q[i])
-                                 : add_unreliable(before, rows, p[i], batch.m[i],
-                                                  [&](int v) { return to_float(x[v * stride + j + i]); });
+    for (int i = j; i < j + kWidth; ++i) {
+      const PivotSums both = node(i);
       sum[i] = both.sum;
       squares[i] = both.squares;
     }
   }
+}
+
+// add(before, b, j): micro-batch b of column j. Micro-batches that are leaves of their own, as a tree.
+template <class Add>
+STEADYNORM_HD void column_leaves(int width, ColumnNode& to, Add&& add) {
+  static_assert(kPanelBatches == 4);
+  for_columns(width, to, [&](int j) __attribute__((always_inline)) {
+    return merge(merge(add(PivotSums{}, 0, j), add(PivotSums{}, 1, j)),
+                 merge(add(PivotSums{}, 2, j), add(PivotSums{}, 3, j)));
+  });
+}
+
+// Micro-batches [begin, begin + count) onto a leaf, or as its first.
+template <int kCount, class Add>
+STEADYNORM_HD void column_run(int begin, bool first, int width, ColumnNode& leaf, Add&& add) {
+  const auto run = [&](auto from_zero) __attribute__((always_inline)) {
+    for_columns(width, leaf, [&](int j) __attribute__((always_inline)) {
+      PivotSums sums = from_zero ? PivotSums{} : PivotSums{leaf.first[j], leaf.second[j]};
+      for (int b = 0; b < kCount; ++b) sums = add(sums, begin + b, j);
+      return sums;
+    });
+  };
+  first ? run(std::true_type{}) : run(std::false_type{});
+}
+
+template <class Add>
+STEADYNORM_HD void column_run(int begin, int count, bool first, int width, ColumnNode& leaf, Add&& add) {
+  static_assert(kPanelBatches == 4);
+  if (count == 4) return column_run<4>(begin, first, width, leaf, add);
+  if (count == 2) return column_run<2>(begin, first, width, leaf, add);
+  for (int b = 0; b < count; ++b) column_run<1>(begin + b, first && b == 0, width, leaf, add);
+}
+
+// The tree over the tile's rows, and its root: add(s, count) prepares the micro-batches from row s on.
+// PREPARE returns what for_columns needs.
+template <class T>
+const ColumnNode& column_sums_around(ColumnTree& tree, const T* x, const Tile& tile,
+                                     std::int64_t leaf_positions, const float* __restrict pivot) {
+  constexpr std::int64_t kStep = kPanelBatches * kMicroBatchRows;
+  const int width = static_cast<int>(tile.width);
+  PanelBatches batches;
+  for (std::int64_t s = 0; s < tile.rows; s += kStep) {
+    const std::int64_t left = tile.rows - s;
+    const int count = smaller(divide_up(left, kMicroBatchRows), kPanelBatches);
+    const T* from = x + s * tile.stride;
+    batches.suspect = false;
+    for (int b = 0; b < count; ++b)
+      column_batches(from + b * kMicroBatchRows * tile.stride, tile.stride,
+                     smaller(left - b * kMicroBatchRows, kMicroBatchRows), width, b, batches);
+    const auto combine = [&](auto add) __attribute__((always_inline)) {
+      if (leaf_positions == kMicroBatchRows && left >= kStep) {
+        column_leaves(width, tree.leaf(), add);
+        tree.push(width, 2);
+        return;
+      }
+      const int run = smaller(leaf_positions / kMicroBatchRows, kPanelBatches);
+      for (int b = 0; b < count; b += run) {
+        const std::int64_t begin = s + b * kMicroBatchRows, end = begin + run * kMicroBatchRows;
+        column_run(b, smaller(count - b, run), begin % leaf_positions == 0, width, tree.leaf(), add);
+        if (end % leaf_positions == 0 || end >= tile.rows) tree.push(width);
+      }
+    };
+    const auto rows = [&](int b) { return smaller(left - b * kMicroBatchRows, kMicroBatchRows); };
+    if (!batches.suspect && left >= kStep) {
+      combine([&](const PivotSums& before, int b, int j) __attribute__((always_inline)) {
+        return add_micro_batch(before, kMicroBatchRows, pivot[j], batches.m[b][j], batches.d[b][j],
+                               batches.q[b][j]);
+      });
+    } else {
+      combine([&](const PivotSums& before, int b, int j) {
+        const float m = batches.m[b][j], q = batches.q[b][j];
+        if (j >= width) return before;
+        if (is_reliable(q)) return add_micro_batch(before, rows(b), pivot[j], m, batches.d[b][j], q);
+        return add_unreliable(before, rows(b), pivot[j], m, [&](int v) {
+          return to_float(from[(b * kMicroBatchRows + v) * tile.stride + j]);
+        });
+      });
+    }
+  }
+  return tree.root(width);
 }
 
 void column_moments(Array x, const Tile& tile, std::int64_t leaf_positions, Moments* moments) {
@@ -329,10 +413,7 @@ void column_moments(Array x, const Tile& tile, std::int64_t leaf_positions, Mome
     const int width = static_cast<int>(tile.width);
     for (int j = 0; j < width; ++j) pivot[j] = to_float(values[j]);  // the unit's first values
     ColumnTree tree;
-    const ColumnNode& root = add_column_leaves(
-        tree, tile, leaf_positions, [&](std::int64_t s, int rows, bool first, ColumnNode& leaf) {
-          add_column_batches(values + s * tile.stride, tile.stride, rows, width, pivot, first, leaf);
-        });
+    const ColumnNode& root = column_sums_around(tree, values, tile, leaf_positions, pivot);
     const double count = static_cast<double>(tile.rows), share = 1.0 / count;
     for (int j = 0; j < width; ++j)
       moments[j] = moments_of({root.first[j], root.second[j]}, count, share, pivot[j]);
