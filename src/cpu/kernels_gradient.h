@@ -174,26 +174,33 @@ inline void short_row_trees(const float* terms, int rows, int lanes, std::int64_
 
 template <Activation A, class X, class Y>
 void short_row_sums(X x, Y dy, const Tile& tile, const Coefficients& k, float* dz, float* dz_normalized) {
-  alignas(64) float dz_terms[kLeafBlock], dz_normalized_terms[kLeafBlock];
+  // A row narrower than a vector may write into its successor, before that is written.
+  alignas(64) float dz_terms[kLeafBlock + kWidth], dz_normalized_terms[kLeafBlock + kWidth];
   const int width = static_cast<int>(tile.width), lanes = short_row_lanes(width);
   const int padded = lanes * kLaneWidth, most = smaller(kLeafBlock / padded, tile.rows);
-  if (width % kLaneWidth != 0)  // what a row's last lane lacks is +0, and stays
-    for (int i = 0; i < kLeafBlock; ++i) dz_terms[i] = dz_normalized_terms[i] = 0;
+  const int whole = width / kChunk * kChunk;
   for (std::int64_t first = 0; first < tile.rows; first += most) {
     const int rows = smaller(tile.rows - first, most);
     for (int r = 0; r < rows; ++r) {
       const Element element = row_element(k, first + r);
-      const std::int64_t offset = tile.offset + (first + r) * tile.stride;
-      for (int j = 0; j < width; j += kWidth) {
-        const int count = smaller(width - j, kWidth);
-        Terms t = terms<A>(load(x + (offset + j), count), load(dy + (offset + j), count), element);
-        if (count < kWidth) {
+      const auto from = x + (tile.offset + (first + r) * tile.stride);
+      const auto gradient = dy + (tile.offset + (first + r) * tile.stride);
+      const auto put = [&](int j, const Terms& t) __attribute__((always_inline)) {
+        store(dz_terms + r * padded + j, t.dz);
+        store(dz_normalized_terms + r * padded + j, t.dz_normalized);
+      };
+      for (int j = 0; j < whole; j += kWidth) put(j, terms<A>(load(from + j), load(gradient + j), element));
+      for (int j = whole; j < width; j += kChunk) {  // what the last lane lacks is +0
+        for (int i = j; i < j + kChunk; i += kWidth) {
+          const int count = smaller(width - i, kWidth);
+          if (count <= 0) {
+            put(i, Terms{});
+            continue;
+          }
+          const Terms t = terms<A>(load(from + i, count), load(gradient + i, count), element);
           const Mask present = first_of(count);
-          t = {present ? t.dz : Floats{}, present ? t.dz_normalized : Floats{}};
+          put(i, {present ? t.dz : Floats{}, present ? t.dz_normalized : Floats{}});
         }
-        const int to = r * padded + j, here = smaller(padded - j, kWidth);
-        store(dz_terms + to, t.dz, here);
-        store(dz_normalized_terms + to, t.dz_normalized, here);
       }
     }
     short_row_trees(dz_terms, rows, lanes, width, dz + first);

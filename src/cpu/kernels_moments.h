@@ -197,23 +197,28 @@ struct Nodes {
   alignas(64) double m2[kNodes];
 };
 
-// The tree over nodes, all pairs of a level at once. kEqual: all have `count`.
+// A level of the tree over nodes, all pairs at once. kEqual: all have `count`.
+template <bool kEqual, int kNodes>
+STEADYNORM_HD Nodes<kNodes / 2> merge_pairs(const Nodes<kNodes>& from, double count) {
+  Nodes<kNodes / 2> to;
+  for (int i = 0; i < kNodes / 2; ++i) {
+    const int a = 2 * i, b = a + 1;
+    const Moments both = merge(Moments{kEqual ? count : from.count[a], from.mean[a], from.m2[a]},
+                               Moments{kEqual ? count : from.count[b], from.mean[b], from.m2[b]});
+    to.count[i] = both.count;
+    to.mean[i] = both.mean;
+    to.m2[i] = both.m2;
+  }
+  return to;
+}
+
+// The tree over nodes.
 template <bool kEqual, int kNodes>
 STEADYNORM_HD Moments merge_nodes(const Nodes<kNodes>& from, double count) {
-  if constexpr (kNodes == 1) {
+  if constexpr (kNodes == 1)
     return {kEqual ? count : from.count[0], from.mean[0], from.m2[0]};
-  } else {
-    Nodes<kNodes / 2> to;
-    for (int i = 0; i < kNodes / 2; ++i) {
-      const int a = 2 * i, b = a + 1;
-      const Moments both = merge(Moments{kEqual ? count : from.count[a], from.mean[a], from.m2[a]},
-                                 Moments{kEqual ? count : from.count[b], from.mean[b], from.m2[b]});
-      to.count[i] = both.count;
-      to.mean[i] = both.mean;
-      to.m2[i] = both.m2;
-    }
-    return merge_nodes<kEqual>(to, 2 * count);
-  }
+  else
+    return merge_nodes<kEqual>(merge_pairs<kEqual>(from, count), 2 * count);
 }
 
 // The first kNodes lanes' nodes, merged. Those without a value are absent.
@@ -248,21 +253,65 @@ inline Moments merge_lanes(const LaneRun& run, std::int64_t length) {
   return merge_lanes<false, kLanes>(run);
 }
 
+// The tree over nodes of `count` values each up to units of `length` values, and those.
+template <int kNodes>
+STEADYNORM_HD void unit_nodes(const Nodes<kNodes>& nodes, double count, double length, Moments* units) {
+  if constexpr (kNodes > 1) {
+    if (count < length) return unit_nodes(merge_pairs<true>(nodes, count), 2 * count, length, units);
+  }
+  for (int i = 0; i < kNodes; ++i) units[i] = {count, nodes.mean[i], nodes.m2[i]};
+}
+
+// Adjacent units of 8, 16, ... or 128 values each that make up a row of 256: whole lanes, micro-batches of one
+// row. False when a q is not reliable.
+template <class T>
+bool row_of_units(const T* x, int length, Moments* units) {
+  BlockBatches block;
+  block_batches<1>(x, 0, block);
+  Mask suspect{};
+  for (int l = 0; l < kLanes; l += kWidth) suspect |= unreliable(load(block.q + l));
+  if (any(suspect)) return false;
+  alignas(64) float pivot[kLanes];
+  for (int l = 0; l < kLanes; ++l) pivot[l] = to_float(x[l * kLaneWidth]);
+  Nodes<kLanes> nodes;
+  for (int l = 0; l < kLanes; ++l) {
+    const PivotSums sums =
+        add_micro_batch(PivotSums{}, kLaneWidth, pivot[l], block.m[l], block.d[l], block.q[l]);
+    const Moments lane = moments_of(sums, kLaneWidth, 1.0 / kLaneWidth, pivot[l]);
+    nodes.mean[l] = lane.mean;
+    nodes.m2[l] = lane.m2;
+  }
+  unit_nodes(nodes, kLaneWidth, length, units);
+  return true;
+}
+
+template <class T>
+Moments unit_moments(const T* x, std::int64_t length, std::int64_t leaf_length) {
+  RunningTree<Moments> tree;
+  for (std::int64_t leaf = 0; leaf < length; leaf += leaf_length) {
+    const std::int64_t end = leaf + leaf_length < length ? leaf + leaf_length : length;
+    LaneRun run;
+    for (std::int64_t i = leaf; i < end; i += kLeafBlock)
+      add_block(run, i == leaf, x + i, smaller(end - i, kLeafBlock));
+    tree.push(merge_lanes(run, end - leaf));
+  }
+  return tree.root();
+}
+
 void row_moments(Array x, std::int64_t offset, std::int64_t length, std::int64_t leaf_length,
                  std::int64_t count, Moments* moments) {
   dispatch(x.type, [&](auto type) {
     using T = typename decltype(type)::type;
     const T* values = static_cast<const T*>(x.data) + offset;
-    for (std::int64_t unit = 0; unit < count; ++unit, values += length) {
-      RunningTree<Moments> tree;
-      for (std::int64_t leaf = 0; leaf < length; leaf += leaf_length) {
-        const std::int64_t end = leaf + leaf_length < length ? leaf + leaf_length : length;
-        LaneRun run;
-        for (std::int64_t i = leaf; i < end; i += kLeafBlock)
-          add_block(run, i == leaf, values + i, smaller(end - i, kLeafBlock));
-        tree.push(merge_lanes(run, end - leaf));
+    const bool short_units = length < kLeafRow && length % kLaneWidth == 0 && kLeafRow % length == 0;
+    const std::int64_t per_row = short_units && length <= leaf_length ? kLeafRow / length : 1;
+    for (std::int64_t unit = 0; unit < count;) {
+      const std::int64_t here = unit + per_row <= count ? per_row : 1, end = unit + here;
+      if (here > 1 && row_of_units(values, static_cast<int>(length), moments + unit)) {
+        unit = end;
+        values += kLeafRow;
       }
-      moments[unit] = tree.root();
+      for (; unit < end; ++unit, values += length) moments[unit] = unit_moments(values, length, leaf_length);
     }
   });
 }
