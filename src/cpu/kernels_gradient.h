@@ -141,6 +141,10 @@ ChannelSums leaf_sums(X x, Y dy, std::int64_t length, const Element& k) {
   return sums.root();
 }
 
+// Values between what is read and what is fetched: the trees between short rows stop the hardware's
+// prefetchers (without, backward of fp32 32x256x14x14 takes 1.15 of the time, EPYC 9005, 2026-12).
+constexpr int kAhead = 1024;
+
 // `rows` rows of less than 256 terms each: every lane is eight consecutive terms. Rows lie side by side, each
 // padded to a power of two of lanes, so that a level of all their trees is one loop.
 inline int short_row_lanes(std::int64_t width) {
@@ -189,7 +193,11 @@ void short_row_sums(X x, Y dy, const Tile& tile, const Coefficients& k, float* d
         store(dz_terms + r * padded + j, t.dz);
         store(dz_normalized_terms + r * padded + j, t.dz_normalized);
       };
-      for (int j = 0; j < whole; j += kWidth) put(j, terms<A>(load(from + j), load(gradient + j), element));
+      for (int j = 0; j < whole; j += kWidth) {
+        prefetch(from + (j + kAhead));
+        prefetch(gradient + (j + kAhead));
+        put(j, terms<A>(load(from + j), load(gradient + j), element));
+      }
       for (int j = whole; j < width; j += kChunk) {  // what the last lane lacks is +0
         for (int i = j; i < j + kChunk; i += kWidth) {
           const int count = smaller(width - i, kWidth);
