@@ -95,7 +95,8 @@ template <Activation A, class X, class Y>
       const int c = lane * kLaneWidth + i * kWidth, last = smaller(ragged - c, kWidth);
       Terms sum{};
       if (rows > 0 || last > 0)
-        sum = sum_rows<A, true>(x + c, dy + c, kLeafRow, rows + (last > 0), kWidth, last > 0 ? last : kWidth, k);
+        sum = sum_rows<A, true>(x + c, dy + c, kLeafRow, rows + (last > 0), kWidth, last > 0 ? last : kWidth,
+                                k);
       dz[i] = sum.dz;
       dz_normalized[i] = sum.dz_normalized;
     }

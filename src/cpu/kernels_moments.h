@@ -253,7 +253,7 @@ inline Moments merge_lanes(const LaneRun& run, std::int64_t length) {
   return merge_lanes<false, kLanes>(run);
 }
 
-// The tree over nodes of `count` values each up to units of `length` values, and those.
+// The units of `length` values each that nodes of `count` values make up.
 template <int kNodes>
 STEADYNORM_HD void unit_nodes(const Nodes<kNodes>& nodes, double count, double length, Moments* units) {
   if constexpr (kNodes > 1) {
@@ -262,8 +262,8 @@ STEADYNORM_HD void unit_nodes(const Nodes<kNodes>& nodes, double count, double l
   for (int i = 0; i < kNodes; ++i) units[i] = {count, nodes.mean[i], nodes.m2[i]};
 }
 
-// Adjacent units of 8, 16, ... or 128 values each that make up a row of 256: whole lanes, micro-batches of one
-// row. False when a q is not reliable.
+// Adjacent units of 8, 16, ... or 128 values each that make up a row of 256: whole lanes, micro-batches of
+// one row. False when a q is not reliable.
 template <class T>
 bool row_of_units(const T* x, int length, Moments* units) {
   BlockBatches block;
@@ -378,21 +378,23 @@ STEADYNORM_HD void for_columns(int width, ColumnNode& to, Node&& node) {
 template <class Add>
 STEADYNORM_HD void column_leaves(int width, ColumnNode& to, Add&& add) {
   static_assert(kPanelBatches == 4);
-  for_columns(width, to, [&](int j) __attribute__((always_inline)) {
-    return merge(merge(add(PivotSums{}, 0, j), add(PivotSums{}, 1, j)),
-                 merge(add(PivotSums{}, 2, j), add(PivotSums{}, 3, j)));
-  });
+  for_columns(
+      width, to, [&](int j) __attribute__((always_inline)) {
+        return merge(merge(add(PivotSums{}, 0, j), add(PivotSums{}, 1, j)),
+                     merge(add(PivotSums{}, 2, j), add(PivotSums{}, 3, j)));
+      });
 }
 
 // Micro-batches [begin, begin + count) onto a leaf, or as its first.
 template <int kCount, class Add>
 STEADYNORM_HD void column_run(int begin, bool first, int width, ColumnNode& leaf, Add&& add) {
   const auto run = [&](auto from_zero) __attribute__((always_inline)) {
-    for_columns(width, leaf, [&](int j) __attribute__((always_inline)) {
-      PivotSums sums = from_zero ? PivotSums{} : PivotSums{leaf.first[j], leaf.second[j]};
-      for (int b = 0; b < kCount; ++b) sums = add(sums, begin + b, j);
-      return sums;
-    });
+    for_columns(
+        width, leaf, [&](int j) __attribute__((always_inline)) {
+          PivotSums sums = from_zero ? PivotSums{} : PivotSums{leaf.first[j], leaf.second[j]};
+          for (int b = 0; b < kCount; ++b) sums = add(sums, begin + b, j);
+          return sums;
+        });
   };
   first ? run(std::true_type{}) : run(std::false_type{});
 }
@@ -405,11 +407,12 @@ STEADYNORM_HD void column_run(int begin, int count, bool first, int width, Colum
   for (int b = 0; b < count; ++b) column_run<1>(begin + b, first && b == 0, width, leaf, add);
 }
 
-// The tree over the tile's rows, and its root: add(s, count) prepares the micro-batches from row s on.
-// PREPARE returns what for_columns needs.
+// Each column's sums around its pivot, over the tree of the tile's rows. A few micro-batches of the whole
+// panel at a time: the first pass is fp32 alone, the second reads them back as double and keeps its sums in
+// registers.
 template <class T>
-const ColumnNode& column_sums_around(ColumnTree& tree, const T* x, const Tile& tile,
-                                     std::int64_t leaf_positions, const float* __restrict pivot) {
+const ColumnNode& column_pivot_sums(ColumnTree& tree, const T* x, const Tile& tile,
+                                    std::int64_t leaf_positions, const float* __restrict pivot) {
   constexpr std::int64_t kStep = kPanelBatches * kMicroBatchRows;
   const int width = static_cast<int>(tile.width);
   PanelBatches batches;
@@ -462,7 +465,7 @@ void column_moments(Array x, const Tile& tile, std::int64_t leaf_positions, Mome
     const int width = static_cast<int>(tile.width);
     for (int j = 0; j < width; ++j) pivot[j] = to_float(values[j]);  // the unit's first values
     ColumnTree tree;
-    const ColumnNode& root = column_sums_around(tree, values, tile, leaf_positions, pivot);
+    const ColumnNode& root = column_pivot_sums(tree, values, tile, leaf_positions, pivot);
     const double count = static_cast<double>(tile.rows), share = 1.0 / count;
     for (int j = 0; j < width; ++j)
       moments[j] = moments_of({root.first[j], root.second[j]}, count, share, pivot[j]);
