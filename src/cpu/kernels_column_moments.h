@@ -132,18 +132,18 @@ const ColumnNode& column_pivot_sums(ColumnTree& tree, const T* x, const Tile& ti
         if (end % leaf_positions == 0 || end >= tile.rows) tree.push(width);
       }
     };
-    const auto rows = [&](int b) { return smaller(left - b * kMicroBatchRows, kMicroBatchRows); };
-    if (!batches.suspect && left >= kStep) {
+    int rows[kPanelBatches];
+    for (int b = 0; b < count; ++b) rows[b] = smaller(left - b * kMicroBatchRows, kMicroBatchRows);
+    if (!batches.suspect) {
       combine([&](const PivotSums& before, int b, int j) __attribute__((always_inline)) {
-        return add_micro_batch(before, kMicroBatchRows, pivot[j], batches.m[b][j], batches.d[b][j],
-                               batches.q[b][j]);
+        return add_micro_batch(before, rows[b], pivot[j], batches.m[b][j], batches.d[b][j], batches.q[b][j]);
       });
     } else {
       combine([&](const PivotSums& before, int b, int j) {
         const float m = batches.m[b][j], q = batches.q[b][j];
         if (j >= width) return before;
-        if (is_reliable(q)) return add_micro_batch(before, rows(b), pivot[j], m, batches.d[b][j], q);
-        return add_unreliable(before, rows(b), pivot[j], m, [&](int v) {
+        if (is_reliable(q)) return add_micro_batch(before, rows[b], pivot[j], m, batches.d[b][j], q);
+        return add_unreliable(before, rows[b], pivot[j], m, [&](int v) {
           return to_float(from[(b * kMicroBatchRows + v) * tile.stride + j]);
         });
       });
