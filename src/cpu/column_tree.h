@@ -35,17 +35,17 @@ class ColumnTree {
     for (int level = 0; level < kLevels; ++level) waiting_[level] = &nodes_[level];
   }
 
-  // Where the next leaf is added up, before push().
+  // Where the next leaf, or the tree over the next 2^level leaves, is added up before push().
   ColumnNode& leaf() { return *leaf_; }
 
-  void push(int width) {
-    int level = 0;
+  void push(int width, int level = 0) {
+    const int leaves = 1 << level;
     for (; items_ >> level & 1; ++level) {
       merge_columns(*waiting_[level], *leaf_, width);
       std::swap(waiting_[level], leaf_);
     }
     std::swap(waiting_[level], leaf_);
-    ++items_;
+    items_ += leaves;
   }
 
   const ColumnNode& root(int width) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/formulas.h"
 #include "cpu/kernels.h"
@@ -74,30 +75,35 @@ STEADYNORM_HD AnyPointer<void> like(AnyPointer<const void>, MutableArray array) 
   return {array.data, array.type};
 }
 
-// f(offset, count, coefficients) for each vector of the tile.
+// f(offset, count, coefficients) for each vector of the tile. Columns: rows that are adjacent are taken one
+// at a time, as one stream (bf16 1x32x96^3 takes 1.3 of the time four at a time); pieces of rows four at a
+// time (one at a time bf16 1x512x32^3 takes 1.3; EPYC 9005, 2026-12).
 template <bool kRow, class F>
-STEADYNORM_HD void for_elements(const Tile& tile, const Coefficients& k, F&& f) {
-  // Several rows for each load of columns' coefficients.
-  constexpr int kRows = kRow ? 1 : 4;
+STEADYNORM_HD void for_elements(const Tile tile, const Coefficients& k, F&& f) {
   const std::int64_t whole = tile.width / kWidth * kWidth;
-  std::int64_t r = 0;
-  for (; r + kRows <= tile.rows; r += kRows) {
-    const std::int64_t begin = tile.offset + r * tile.stride;
-    if constexpr (kRow) {
+  const int rest = static_cast<int>(tile.width - whole);
+  if constexpr (kRow) {
+    for (std::int64_t r = 0; r < tile.rows; ++r) {
+      const std::int64_t begin = tile.offset + r * tile.stride;
       const Element element = row_element(k, r);
       for (std::int64_t j = 0; j < whole; j += kWidth) f(begin + j, kWidth, element);
-      if (whole < tile.width) f(begin + whole, static_cast<int>(tile.width - whole), element);
-    } else {
+      if (rest > 0) f(begin + whole, rest, element);
+    }
+  } else {
+    const auto rows = [&](std::int64_t r, auto count) __attribute__((always_inline)) {
+      const std::int64_t begin = tile.offset + r * tile.stride;
       for (std::int64_t j = 0; j < whole; j += kWidth) {
         const Element element = column_element(k, j);
-        for (int i = 0; i < kRows; ++i) f(begin + i * tile.stride + j, kWidth, element);
+        for (int i = 0; i < count; ++i) f(begin + i * tile.stride + j, kWidth, element);
       }
-    }
-  }
-  if constexpr (!kRow) {  // what is left of rows and of columns
-    for (std::int64_t row = 0; row < tile.rows; ++row)
-      for (std::int64_t j = row < r ? whole : 0; j < tile.width; j += kWidth)
-        f(tile.offset + row * tile.stride + j, smaller(tile.width - j, kWidth), column_element(k, j));
+      if (rest > 0)
+        for (int i = 0; i < count; ++i) f(begin + i * tile.stride + whole, rest, column_element(k, whole));
+    };
+    constexpr int kRows = 4;
+    std::int64_t r = 0;
+    if (tile.stride != tile.width)
+      for (; r + kRows <= tile.rows; r += kRows) rows(r, std::integral_constant<int, kRows>{});
+    for (; r < tile.rows; ++r) rows(r, std::integral_constant<int, 1>{});
   }
 }
 

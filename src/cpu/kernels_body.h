@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cpu/elements.h"
+#include "cpu/kernels_column_moments.h"
 #include "cpu/kernels_gradient.h"
 #include "cpu/kernels_moments.h"
 #include "cpu/vec.h"

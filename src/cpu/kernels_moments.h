@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Moments of units, by rows and by columns. docs/numerics.md, "The tree" and "Statistics".
+// Moments of contiguous units. docs/numerics.md, "The tree" and "Statistics".
 #pragma once
 
 #include <cstdint>
 
 #include "core/formulas.h"
 #include "core/tree.h"
-#include "cpu/column_tree.h"
 #include "cpu/running_tree.h"
 #include "cpu/vec.h"
 
@@ -48,8 +47,6 @@ STEADYNORM_HD Floats divided(Floats sum) {
     return sum / static_cast<float>(kCount);
 }
 
-// ---- rows ----
-
 // Values of lane l in a block of `length` values.
 STEADYNORM_HD int lane_count(int length, int lane) {
   const int rest = length % kLeafRow - lane * kLaneWidth;
@@ -68,7 +65,10 @@ template <int R, bool kRagged, class T>
   Floats value[kLaneVectors][R], sum[kLaneVectors];
   Mask present[kLaneVectors];
   for (int p = 0; p < kLaneVectors; ++p) {
-    for (int v = 0; v < R - kRagged; ++v) value[p][v] = load(x + v * kLeafRow + p * kWidth);
+    for (int v = 0; v < R - kRagged; ++v) {
+      if constexpr (R == kMicroBatchRows) prefetch(x + (kMicroBatchRows + v) * kLeafRow + p * kWidth);
+      value[p][v] = load(x + v * kLeafRow + p * kWidth);
+    }
     if constexpr (kRagged) {
       const int left = ragged - p * kWidth, count = left < 0 ? 0 : smaller(left, kWidth);
       value[p][R - 1] = count > 0 ? load(x + (R - 1) * kLeafRow + p * kWidth, count) : Floats{};
@@ -194,23 +194,28 @@ struct Nodes {
   alignas(64) double m2[kNodes];
 };
 
-// The tree over nodes, all pairs of a level at once. kEqual: all have `count`.
+// A level of the tree over nodes, all pairs at once. kEqual: all have `count`.
+template <bool kEqual, int kNodes>
+STEADYNORM_HD Nodes<kNodes / 2> merge_pairs(const Nodes<kNodes>& from, double count) {
+  Nodes<kNodes / 2> to;
+  for (int i = 0; i < kNodes / 2; ++i) {
+    const int a = 2 * i, b = a + 1;
+    const Moments both = merge(Moments{kEqual ? count : from.count[a], from.mean[a], from.m2[a]},
+                               Moments{kEqual ? count : from.count[b], from.mean[b], from.m2[b]});
+    to.count[i] = both.count;
+    to.mean[i] = both.mean;
+    to.m2[i] = both.m2;
+  }
+  return to;
+}
+
+// The tree over nodes.
 template <bool kEqual, int kNodes>
 STEADYNORM_HD Moments merge_nodes(const Nodes<kNodes>& from, double count) {
-  if constexpr (kNodes == 1) {
+  if constexpr (kNodes == 1)
     return {kEqual ? count : from.count[0], from.mean[0], from.m2[0]};
-  } else {
-    Nodes<kNodes / 2> to;
-    for (int i = 0; i < kNodes / 2; ++i) {
-      const int a = 2 * i, b = a + 1;
-      const Moments both = merge(Moments{kEqual ? count : from.count[a], from.mean[a], from.m2[a]},
-                                 Moments{kEqual ? count : from.count[b], from.mean[b], from.m2[b]});
-      to.count[i] = both.count;
-      to.mean[i] = both.mean;
-      to.m2[i] = both.m2;
-    }
-    return merge_nodes<kEqual>(to, 2 * count);
-  }
+  else
+    return merge_nodes<kEqual>(merge_pairs<kEqual>(from, count), 2 * count);
 }
 
 // The first kNodes lanes' nodes, merged. Those without a value are absent.
@@ -245,97 +250,66 @@ inline Moments merge_lanes(const LaneRun& run, std::int64_t length) {
   return merge_lanes<false, kLanes>(run);
 }
 
+// The units of `length` values each that nodes of `count` values make up.
+template <int kNodes>
+STEADYNORM_HD void unit_nodes(const Nodes<kNodes>& nodes, double count, double length, Moments* units) {
+  if constexpr (kNodes > 1) {
+    if (count < length) return unit_nodes(merge_pairs<true>(nodes, count), 2 * count, length, units);
+  }
+  for (int i = 0; i < kNodes; ++i) units[i] = {count, nodes.mean[i], nodes.m2[i]};
+}
+
+// Adjacent units of 8, 16, ... or 128 values each that make up a row of 256: whole lanes, micro-batches of
+// one row. False when a q is not reliable.
+template <class T>
+bool row_of_units(const T* x, int length, Moments* units) {
+  BlockBatches block;
+  block_batches<1>(x, 0, block);
+  Mask suspect{};
+  for (int l = 0; l < kLanes; l += kWidth) suspect |= unreliable(load(block.q + l));
+  if (any(suspect)) return false;
+  alignas(64) float pivot[kLanes];
+  for (int l = 0; l < kLanes; ++l) pivot[l] = to_float(x[l * kLaneWidth]);
+  Nodes<kLanes> nodes;
+  for (int l = 0; l < kLanes; ++l) {
+    const PivotSums sums =
+        add_micro_batch(PivotSums{}, kLaneWidth, pivot[l], block.m[l], block.d[l], block.q[l]);
+    const Moments lane = moments_of(sums, kLaneWidth, 1.0 / kLaneWidth, pivot[l]);
+    nodes.mean[l] = lane.mean;
+    nodes.m2[l] = lane.m2;
+  }
+  unit_nodes(nodes, kLaneWidth, length, units);
+  return true;
+}
+
+template <class T>
+Moments unit_moments(const T* x, std::int64_t length, std::int64_t leaf_length) {
+  RunningTree<Moments> tree;
+  for (std::int64_t leaf = 0; leaf < length; leaf += leaf_length) {
+    const std::int64_t end = leaf + leaf_length < length ? leaf + leaf_length : length;
+    LaneRun run;
+    for (std::int64_t i = leaf; i < end; i += kLeafBlock)
+      add_block(run, i == leaf, x + i, smaller(end - i, kLeafBlock));
+    tree.push(merge_lanes(run, end - leaf));
+  }
+  return tree.root();
+}
+
 void row_moments(Array x, std::int64_t offset, std::int64_t length, std::int64_t leaf_length,
                  std::int64_t count, Moments* moments) {
   dispatch(x.type, [&](auto type) {
     using T = typename decltype(type)::type;
     const T* values = static_cast<const T*>(x.data) + offset;
-    for (std::int64_t unit = 0; unit < count; ++unit, values += length) {
-      RunningTree<Moments> tree;
-      for (std::int64_t leaf = 0; leaf < length; leaf += leaf_length) {
-        const std::int64_t end = leaf + leaf_length < length ? leaf + leaf_length : length;
-        LaneRun run;
-        for (std::int64_t i = leaf; i < end; i += kLeafBlock)
-          add_block(run, i == leaf, values + i, smaller(end - i, kLeafBlock));
-        tree.push(merge_lanes(run, end - leaf));
+    const bool short_units = length < kLeafRow && length % kLaneWidth == 0 && kLeafRow % length == 0;
+    const std::int64_t per_row = short_units && length <= leaf_length ? kLeafRow / length : 1;
+    for (std::int64_t unit = 0; unit < count;) {
+      const std::int64_t here = unit + per_row <= count ? per_row : 1, end = unit + here;
+      if (here > 1 && row_of_units(values, static_cast<int>(length), moments + unit)) {
+        unit = end;
+        values += kLeafRow;
       }
-      moments[unit] = tree.root();
+      for (; unit < end; ++unit, values += length) moments[unit] = unit_moments(values, length, leaf_length);
     }
-  });
-}
-
-// ---- columns ----
-
-// One micro-batch of `count` columns: 8 rows, or fewer of them.
-struct ColumnBatch {
-  Floats m, d, q;
-};
-
-template <bool kWhole, class T>
-STEADYNORM_HD ColumnBatch column_batch(const T* x, std::int64_t stride, int rows, int count) {
-  Floats value[kMicroBatchRows];
-  for (int v = 0; v < kMicroBatchRows; ++v)
-    value[v] = kWhole ? load(x + v * stride) : (v < rows ? load(x + v * stride, count) : Floats{});
-  Floats m = pairwise<kMicroBatchRows>([&](int v) { return value[v]; });
-  m = kWhole ? m * (1.0f / kMicroBatchRows) : m / static_cast<float>(rows);
-  for (int v = 0; v < kMicroBatchRows; ++v)
-    value[v] = kWhole || v < rows ? value[v] - m : Floats{};  // missing: +0
-  const Floats d = pairwise<kMicroBatchRows>([&](int v) { return value[v]; });
-  return {m, d, pairwise<kMicroBatchRows>([&](int v) { return value[v] * value[v]; })};
-}
-
-// Adds one micro-batch of each column to the PivotSums in `leaf`, or starts them with it.
-template <class T>
-void add_column_batches(const T* x, std::int64_t stride, int rows, int width, const float* __restrict pivot,
-                        bool first, ColumnNode& leaf) {
-  for (int j = 0; j < width; j += kWidth) {
-    const int count = smaller(width - j, kWidth);
-    const ColumnBatch batch = rows == kMicroBatchRows && count == kWidth
-                                  ? column_batch<true>(x + j, stride, rows, count)
-                                  : column_batch<false>(x + j, stride, rows, count);
-    double* __restrict sum = leaf.first + j;
-    double* __restrict squares = leaf.second + j;
-    const float* __restrict p = pivot + j;
-    if (!any(unreliable(batch.q) & first_of(count))) {
-      const auto add = [&](auto from_zero) __attribute__((always_inline)) {
-#pragma GCC unroll 1
-        for (int i = 0; i < kWidth; ++i) {
-          const PivotSums before = from_zero ? PivotSums{} : PivotSums{sum[i], squares[i]};
-          const PivotSums both = add_micro_batch(before, rows, p[i], batch.m[i], batch.d[i], batch.q[i]);
-          sum[i] = both.sum;
-          squares[i] = both.squares;
-        }
-      };
-      first ? add(std::true_type{}) : add(std::false_type{});
-      continue;
-    }
-    for (int i = 0; i < count; ++i) {
-      const PivotSums before = first ? PivotSums{} : PivotSums{sum[i], squares[i]};
-      const PivotSums both = is_reliable(batch.q[i])
-                                 ? add_micro_batch(before, rows, p[i], batch.m[i], batch.d[i], batch.q[i])
-                                 : add_unreliable(before, rows, p[i], batch.m[i],
-                                                  [&](int v) { return to_float(x[v * stride + j + i]); });
-      sum[i] = both.sum;
-      squares[i] = both.squares;
-    }
-  }
-}
-
-void column_moments(Array x, const Tile& tile, std::int64_t leaf_positions, Moments* moments) {
-  dispatch(x.type, [&](auto type) {
-    using T = typename decltype(type)::type;
-    alignas(64) float pivot[kPanel] = {};
-    const T* values = static_cast<const T*>(x.data) + tile.offset;
-    const int width = static_cast<int>(tile.width);
-    for (int j = 0; j < width; ++j) pivot[j] = to_float(values[j]);  // the unit's first values
-    ColumnTree tree;
-    const ColumnNode& root = add_column_leaves(
-        tree, tile, leaf_positions, [&](std::int64_t s, int rows, bool first, ColumnNode& leaf) {
-          add_column_batches(values + s * tile.stride, tile.stride, rows, width, pivot, first, leaf);
-        });
-    const double count = static_cast<double>(tile.rows), share = 1.0 / count;
-    for (int j = 0; j < width; ++j)
-      moments[j] = moments_of({root.first[j], root.second[j]}, count, share, pivot[j]);
   });
 }
 

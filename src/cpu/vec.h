@@ -249,6 +249,14 @@ STEADYNORM_HD void dispatch_pair(Array x, Y y, F&& f) {
   });
 }
 
+// Fetches what a pass will read: strided streams are more than the hardware's prefetchers follow. The address
+// need not exist.
+template <class T>
+STEADYNORM_HD void prefetch(const T* from) {
+  __builtin_prefetch(from);
+}
+STEADYNORM_HD void prefetch(AnyPointer<const void>) {}
+
 // ---- trees ----
 
 // f(constant) for a run-time number of rows, 0 to 8.

@@ -291,6 +291,40 @@ TEST(CpuBits, FusedReluIsReluOfTheUnfused) {
   }
 }
 
+// A group that holds values too small to square is computed again in double; its
+// neighbours, in the same vectors and panels, are not.
+TEST(CpuBits, OfAGroupDoNotDependOnItsNeighbours) {
+  std::uint64_t seed = 800;
+  for (const Problem& p : problems(21)) {
+    if (p.groups == 1) continue;
+    Data data = make_data(p, Kind::normal, ++seed);
+    const Inputs in(p, data);
+    const Forward forward = run_forward(p, in);
+    const std::int64_t last = p.groups - 1, from = last * p.channels_per_group();
+    const auto channel_of = [&](std::int64_t i) {
+      return p.layout == Layout::contiguous ? i / p.positions % p.channels : i % p.channels;
+    };
+    for (std::int64_t i = 0; i < p.elements(); ++i)
+      if (channel_of(i) >= from) data.x[static_cast<std::size_t>(i)] *= 0x1p-70;
+    const Forward other = run_forward(p, Inputs(p, data));
+    for (std::int64_t g = 0; g < 3 * p.samples * p.groups; ++g)
+      if (g % p.groups != last) {
+        EXPECT_EQ(std::memcmp(&forward.statistics[static_cast<std::size_t>(g)],
+                              &other.statistics[static_cast<std::size_t>(g)], sizeof(float)),
+                  0)
+            << describe(p) << ", statistic " << g;
+      }
+    const std::size_t size = size_of(p.y);
+    for (std::int64_t i = 0; i < p.elements(); ++i)
+      if (channel_of(i) < from) {
+        const std::size_t at = static_cast<std::size_t>(i) * size;
+        ASSERT_EQ(std::memcmp(forward.y.bytes.data() + at, other.y.bytes.data() + at, size), 0)
+            << describe(p) << ", y " << i;
+      }
+    if (HasFailure()) return;
+  }
+}
+
 TEST(CpuBits, RepeatAndIgnoreWhatTheWorkspaceHeld) {
   std::uint64_t seed = 700;
   for (const Problem& p : problems(18)) {
