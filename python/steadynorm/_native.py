@@ -48,8 +48,8 @@ class Native:
 
     path: Path | None = None
     build: dict[str, Any] = field(default_factory=dict)  # what CMake wrote beside the library
-    # steadynorm::group_norm and group_norm_residual, when the library is loaded: as tracers know them, and what
-    # those call
+    # When the library is loaded, steadynorm::group_norm and group_norm_residual: as tracers know them, and
+    # what those call.
     traced: Callable[..., torch.Tensor] | None = None
     operator: Callable[..., torch.Tensor] | None = None
     traced_residual: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None

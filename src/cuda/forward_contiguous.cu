@@ -9,7 +9,7 @@ namespace {
 
 // Of an SM: 96 registers hold 64 values unpacked from 16 bits. A sum takes more.
 template <class T, bool kSum>
-constexpr int kLeafBlocks = sizeof(T) == 2 && !kSum ? 5 : 4;
+constexpr int kLeafBlocks = kSum ? 3 : sizeof(T) == 2 ? 5 : 4;
 
 // Every unit is a leaf of one full block.
 template <class T, bool kSum>
@@ -226,8 +226,7 @@ cudaError_t launch_statistics_contiguous(const ForwardCall& call, const Plan& pl
     return with_source(call, [&](auto sum) {
       using T = typename decltype(type)::type;
       constexpr bool kSum = decltype(sum)::value;
-      if (plan.runs.full_leaves)
-        return launch(statistics_full_leaves<T, kSum>, plan.statistics, queue, call);
+      if (plan.runs.full_leaves) return launch(statistics_full_leaves<T, kSum>, plan.statistics, queue, call);
       return short_leaves ? launch(statistics_contiguous<T, 1, kSum>, plan.statistics, queue, call, plan.runs)
                           : launch(statistics_contiguous<T, kMicroBatchRows, kSum>, plan.statistics, queue,
                                    call, plan.runs);
