@@ -9,7 +9,9 @@ namespace {
 
 // Of an SM: 96 registers hold 64 values unpacked from 16 bits. A sum takes more.
 template <class T, bool kSum>
-constexpr int kLeafBlocks = kSum ? 3 : sizeof(T) == 2 ? 5 : 4;
+constexpr int kLeafBlocks = kSum             ? 3
+                            : sizeof(T) == 2 ? 5
+                                             : 4;
 
 // Every unit is a leaf of one full block.
 template <class T, bool kSum>
