@@ -94,12 +94,19 @@ int largest_cluster(void (*kernel)(Parameters...), int threads, int shared_bytes
 // got all of its messages may end, since nobody writes to it any more and what it wrote to others is theirs
 // to wait for.
 
-// By all threads of every block, before anything of its slots is used.
-__device__ __forceinline__ void open_mailbox(std::uint64_t& arrived) {
+// By all threads of every block, before anything of its slots is used: `bytes` will come to each, at most
+// 2^20 - 1.
+__device__ __forceinline__ void open_mailbox(std::uint64_t& arrived, int bytes) {
 #if __CUDA_ARCH__ >= 900
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0)
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(
                      static_cast<std::uint32_t>(__cvta_generic_to_shared(&arrived)))
+                 : "memory");
+  __syncwarp();  // racecheck takes init and arrive for those of two lanes
+  if (threadIdx.x == 0) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                     static_cast<std::uint32_t>(__cvta_generic_to_shared(&arrived))),
+                 "r"(bytes)
                  : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -128,13 +135,10 @@ __device__ __forceinline__ void send_pair(std::uint64_t& arrived, double* slot, 
 #endif
 }
 
-// Until all of the bytes are there, at most 2^20 - 1; thread 0 is among those that wait.
-__device__ __forceinline__ void await_messages(std::uint64_t& arrived, int bytes) {
+// Until all of the bytes are there.
+__device__ __forceinline__ void await_messages(std::uint64_t& arrived, [[maybe_unused]] int bytes) {
 #if __CUDA_ARCH__ >= 900
   const std::uint32_t count = static_cast<std::uint32_t>(__cvta_generic_to_shared(&arrived));
-  if (threadIdx.x == 0)
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(count), "r"(bytes)
-                 : "memory");
   std::uint32_t there = 0;
   while (!there)
     asm volatile(
@@ -152,7 +156,9 @@ struct alignas(16) Mailbox {
   std::uint64_t arrived;
 };
 
-__device__ __forceinline__ void open_mailbox(Mailbox& box) { open_mailbox(box.arrived); }
+__device__ __forceinline__ void open_mailbox(Mailbox& box, int blocks) {
+  open_mailbox(box.arrived, 16 * blocks);
+}
 
 __device__ __forceinline__ void await_messages(Mailbox& box, int blocks) {
   await_messages(box.arrived, 16 * blocks);

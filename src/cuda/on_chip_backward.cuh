@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kWholeGradientBound<T, U, A>)
       raw_dy[v] = load<U, kLaneWidth>(dy + kLeafRow * v);
     }
   }
-  if (chip.cluster > 1) open_mailbox(shared.box);
+  if (chip.cluster > 1) open_mailbox(shared.box, chip.cluster);
   {
     const WholePlace at = whole_place<1>(chip, units);
     if (at.lane == 0) {

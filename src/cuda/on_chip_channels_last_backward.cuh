@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kMaxOnChipWarps* kLanes)
     load_leaf(raw_x, static_cast<const T*>(call.x) + offset, call.d.C, at.rows);
     load_leaf(raw_dy, static_cast<const U*>(call.dy) + offset, call.d.C, at.rows);
   }
-  if (slabs.cluster > 1) open_mailbox(arrived_bytes());
+  if (slabs.cluster > 1) open_mailbox(arrived_bytes(), 16 * slabs.channels * slabs.cluster);
   load_slab_coefficients(call, slabs, memory, W);
   __syncthreads();
   leaf_gradient_sums<A>(call, slabs, memory, raw_x, raw_dy, nothing_of(chip.warps));

@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kForwardBound)
     const SlabLeaf at = own_leaf(call.d, slabs);
     load_leaf(raw, static_cast<const T*>(call.x) + offset_of(call.d, at, W), call.d.C, at.rows);
   }
-  if (slabs.cluster > 1) open_mailbox(arrived_bytes());
+  if (slabs.cluster > 1) open_mailbox(arrived_bytes(), 16 * slabs.groups * slabs.cluster);
   {
     const SlabLeaf at = own_leaf(call.d, slabs);
     for_block(slabs.channels, [&](int channel) {

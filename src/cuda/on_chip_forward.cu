@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kWholeBound<T, A, kUnits>)
       for (int v = 0; v < kMicroBatchRows; ++v) raw[u][v] = load<T, kLaneWidth>(x + kLeafRow * v);
     }
   }
-  if (chip.cluster > 1) open_mailbox(shared.box);
+  if (chip.cluster > 1) open_mailbox(shared.box, chip.cluster);
   {
     const WholePlace at = whole_place<kUnits>(chip, units);
     if (at.lane < kUnits) {

@@ -74,7 +74,7 @@ T& in_block(T& own, int block) {
   return *reinterpret_cast<T*>(emulation::memory_of(block) + offset);
 }
 
-inline void open_mailbox(std::uint64_t& arrived) {
+inline void open_mailbox(std::uint64_t& arrived, int) {
   if (threadIdx.x == 0) arrived = 0;
 }
 
@@ -95,7 +95,7 @@ struct alignas(16) Mailbox {
   std::uint64_t arrived;
 };
 
-inline void open_mailbox(Mailbox& box) { open_mailbox(box.arrived); }
+inline void open_mailbox(Mailbox& box, int blocks) { open_mailbox(box.arrived, 16 * blocks); }
 
 inline void await_messages(Mailbox& box, int blocks) { await_messages(box.arrived, 16 * blocks); }
 
