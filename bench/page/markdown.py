@@ -44,7 +44,8 @@ sorts: [performance.html](performance/performance.html), to download and open.
 - *Error*: the worst of y (forward) or dx (forward + backward) of the very tensors that were timed,
   against float64, beyond one rounding to the tensor's dtype, in 2⁻²⁴ of the largest term. Without an
   activation ours may have [8 for y and 16 for dx](numerics.md); 0: no value is further off than its own
-  rounding.
+  rounding. With ReLU millions in dx, of any arm, mean a z of about 0, which float64 and fp32 round to
+  different sides: the one passes dy there and the other does not. Tensors of many million values have some.
 - *Arms*: `eager` is `F.group_norm`, `inductor` the same under `torch.compile` for one size, `liger` the
   Triton kernel of liger-kernel, for contiguous tensors alone. Each gives y in x's memory format,
   activation included.

@@ -34,6 +34,10 @@ examples:
   python -m steadynorm bench --shape 16,512,4096 --dtype bf16,fp32 --peers eager --device cpu
   python -m steadynorm bench --cases all --dtype fp32,bf16 --device cpu --budget 600
 
+other benchmarks, each with a --help of its own:
+  python -m steadynorm bench step         a training step of a full-size 3-D U-Net
+  python -m steadynorm bench inference    a VAE decoder and a video VAE block
+
 columns:
   time       GPU: device time of a CUDA graph's replay with a cold L2. CPU: wall time of a call, caches warm.
              Median of the repeats, all arms in turn; in brackets the spread, 10 to 90 % of them.
