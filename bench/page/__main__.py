@@ -61,9 +61,9 @@ class Page:
                 old.append(path)
         return [str(path.relative_to(self.root)) for path in [*old, *self.left_over()]]
 
-    def write(self) -> None:
-        """Brings every file up to date; a picture that is stays as it is."""
-        old = set(self.stale())
+    def write(self) -> list[str]:
+        """Brings every file up to date, and tells which were not; a picture that is stays as it is."""
+        old = self.stale()
         made = {path: text.encode() for path, text in self.texts.items()}
         for path, figure in self.pictures.items():
             if str(path.relative_to(self.root)) in old:
@@ -76,6 +76,7 @@ class Page:
                 path.unlink()
         except OSError as error:
             raise PageError(f"{error.filename} could not be written: {error.strerror}") from error
+        return old
 
     def stamp(self, figure: charts.Figure | bars.Bars) -> str:
         return bars.stamp(figure) if isinstance(figure, bars.Bars) else pictures.stamp(figure, self.styles)
@@ -97,8 +98,8 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     options = parser.parse_args(arguments)
     try:
         page = Page(root)
-        if not options.check:
-            page.write()
+        for name in [] if options.check else page.write():
+            print(f"report: wrote {name}")
         stale = page.stale()
     except PageError as error:
         print(f"report: {error}", file=sys.stderr)

@@ -58,6 +58,8 @@ def test_a_page_older_than_its_data_is_named(root: Path, monkeypatch, capsys) ->
         "docs/performance/some-gpu-bf16-none-channels_last.png",
     ]  # fmt: skip
     assert command_line.main([], root) == 0
+    *wrote, done = capsys.readouterr().out.splitlines()
+    assert wrote == [f"report: wrote {name}" for name in named] and "are those of bench/results" in done
     put(root, "a.json", results_of(newer["rows"][0]))  # one layout less
     left_over = "docs/performance/some-gpu-bf16-none-channels_last.png"
     assert left_over in command_line.Page(root).stale()
