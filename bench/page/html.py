@@ -37,7 +37,7 @@ def mark(shape: str, x: float, y: float, size: float, colour: str, told: str) ->
     }  # fmt: skip
     title = f"<title>{escape(told)}</title>" if told else ""
     place = f"translate({number(x)} {number(y)})" + (f" scale({size:g})" if size != 1 else "")
-    return f'<path class="mark" d="{paths[shape]}" fill="{colour}" transform="{place}">{title}</path>'
+    return f'<path d="{paths[shape]}" fill="{colour}" transform="{place}">{title}</path>'
 
 
 def x_ticks(limits: tuple[float, float]) -> Iterator[float]:
@@ -68,15 +68,16 @@ def svg(chart: Chart, styles: dict[str, tuple[str, str]]) -> str:
         f'<text class="quiet" transform="translate(14 {HEIGHT // 2}) rotate(-90)" text-anchor="middle">'
         f"{escape(chart.y_label)}</text>",
     ]
+    down = [f"M{number(at_x(value))} {TOP}V{HEIGHT - BOTTOM}" for value in x_ticks(chart.x_range)]
+    across = [f"M{LEFT} {number(at_y(value))}H{WIDTH - RIGHT}" for value in y_ticks(chart.y_range)]
+    parts.append(f'<path class="grid" d="{"".join(down + across)}"/>')
     for value in x_ticks(chart.x_range):
         x = number(at_x(value))
-        parts.append(f'<path class="grid" d="M{x} {TOP}V{HEIGHT - BOTTOM}"/>')
         parts.append(
             f'<text x="{x}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{tick_text(value)}</text>'
         )
     for value in y_ticks(chart.y_range):
         y = at_y(value)
-        parts.append(f'<path class="grid" d="M{LEFT} {number(y)}H{WIDTH - RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{number(y + 4)}" text-anchor="end">{tick_text(value)}</text>')
     if chart.line is not None:
         y = at_y(chart.line)
