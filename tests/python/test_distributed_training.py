@@ -23,7 +23,7 @@ pytestmark = [
 
 # One rank: rank, file of the rendezvous, "ddp" or "fsdp". Rank 1 fails once, in its second step.
 CHILD = """
-import json, sys, warnings
+import json, os, sys, warnings
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -85,7 +85,11 @@ print(json.dumps({
     "late": steadynorm.last_rung(),
     "dtypes": sorted({str(p.grad.dtype) for p in net.parameters()}),
 }))
+dist.barrier()
 dist.destroy_process_group()
+# At the end of the interpreter gloo's threads may still run, which aborts the process (torch 2.11, once).
+sys.stdout.flush()
+os._exit(0)
 """
 
 

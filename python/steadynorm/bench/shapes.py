@@ -35,8 +35,8 @@ examples:
   python -m steadynorm bench --cases all --dtype fp32,bf16 --device cpu --budget 600
 
 other benchmarks, each with a --help of its own:
-  python -m steadynorm bench step         a training step of a full-size 3-D U-Net
-  python -m steadynorm bench inference    a VAE decoder and a video VAE block
+  bench step         a training step of a full-size 3-D U-Net
+  bench inference    a VAE decoder and a video VAE block
 
 columns:
   time       GPU: device time of a CUDA graph's replay with a cold L2. CPU: wall time of a call, caches warm.
