@@ -129,6 +129,63 @@ __device__ __forceinline__ void sum_leaves(const Columns& p, Sums* shared, int l
   }
 }
 
+// What merge_channels() needs besides: of each level of the tree over `members` channels, the right child's
+// share of a node's values where they are fewer than the left's. By all threads, a barrier before it is used.
+static_assert(1 << kChannelLevels == kChannelBlock);
+
+__device__ __forceinline__ void make_shares(double* shares, int members) {
+  const int level = static_cast<int>(threadIdx.x);
+  if (level >= kChannelLevels) return;
+  const int full = 1 << level, rest = members & (full - 1);
+  shares[level] = static_cast<double>(rest) / static_cast<double>(full + rest);
+}
+
+// The tree over the channels of each channel unit, over roots[units * members]: whole units in aligned runs
+// of lanes, a power of two for each, and the runs of a warp's length that are left once more.
+// positions(unit): of each of its channels; 0 where the unit is absent. A merge() is written with its
+// division done before.
+template <class Positions, class Done>
+__device__ __forceinline__ void merge_channels(Node* roots, const double* shares, int units, int members,
+                                               const Positions& positions, const Done& done) {
+  int width = power_of_two_from(members), stride = 1;  // lanes of a unit; channels of a lane
+  for (;;) {
+    const int lanes = width < kLanes ? width : kLanes;
+    const int shift = count_bits(static_cast<unsigned>(width) - 1u), work = units * width;
+#pragma unroll 1
+    for (int first = 0; first < work; first += static_cast<int>(blockDim.x)) {
+      const int i = first + static_cast<int>(threadIdx.x);
+      const int unit = i >> shift, index = (i & (width - 1)) * stride;
+      const int there = unit < units ? positions(unit) : 0, present_members = there > 0 ? members - index : 0;
+      Node node{};
+      if (present_members > 0) node = roots[unit * members + index];
+      double weight = static_cast<double>(there * stride) * 0.5;
+      const double* share = shares + count_bits(static_cast<unsigned>(stride) - 1u);
+      int full = stride;
+#pragma unroll 1
+      for (int step = 1; step < lanes; step *= 2, full *= 2, weight *= 2, ++share) {
+        const Node right = shuffle_down(node, step);
+        const int rest = present_members - full;
+        const double of_right = rest < full ? *share : 0.5;
+        const double delta = right.mean - node.mean;
+        const Node both{
+            node.mean + delta * of_right,
+            (node.m2 + right.m2) + delta * delta * (rest < full ? (weight + weight) * of_right : weight)};
+        if (rest > 0) node = both;
+      }
+      if (present_members > 0 && (i & (lanes - 1)) == 0) {
+        if (width <= kLanes)
+          done(unit, node);
+        else
+          roots[unit * members + index] = node;
+      }
+    }
+    if (width <= kLanes) return;
+    width /= kLanes;
+    stride *= kLanes;
+    __syncthreads();
+  }
+}
+
 // What forward and backward need of a channel. A block makes them once, in shared memory.
 struct alignas(16) ForwardCoefficients {
   float mean_hi, mean_lo, scale, bias;

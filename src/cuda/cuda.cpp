@@ -57,6 +57,7 @@ DeviceInfo query(int device) {
   info.shared_per_sm = static_cast<std::size_t>(attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor));
   info.shared_per_block_optin = static_cast<std::size_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
   info.l2_bytes = static_cast<std::size_t>(attribute(cudaDevAttrL2CacheSize));
+  info.runs_together = attribute(cudaDevAttrCooperativeLaunch) != 0;
   info.largest_cluster = info.major >= 9 ? largest_cluster_on_chip() : 1;
   return info;
 }
@@ -100,17 +101,18 @@ struct Queues {
 const Planned& planned(const Problem& problem) { return planned(problem, current_device()); }
 
 bool stays_on_chip(const Plan& plan, const ForwardArguments& a) {
-  return plan.forward_on_chip.cluster > 0 && a.residual == nullptr && vectors_are_aligned({a.x, a.y});
+  return plan.forward_on_chip.blocks > 0 && a.residual == nullptr && vectors_are_aligned({a.x, a.y});
 }
 
 bool stays_on_chip(const Plan& plan, const BackwardArguments& a) {
-  return plan.backward_on_chip.cluster > 0 && a.dx != nullptr && vectors_are_aligned({a.x, a.dy, a.dx});
+  return plan.backward_on_chip.blocks > 0 && a.dx != nullptr && vectors_are_aligned({a.x, a.dy, a.dx});
 }
 
 // Whether on chip the kernel leaves rows, of which launch_parameters makes gradients.
-bool sums_over_samples(const Problem& p, const BackwardArguments& a) {
-  return p.samples > 1 && ((a.dweight != nullptr && p.weight.shape == ParameterShape::per_channel) ||
-                           (a.dbias != nullptr && p.bias.shape == ParameterShape::per_channel));
+bool leaves_rows(const Plan& plan, const Problem& p, const BackwardArguments& a) {
+  return p.samples > 1 && !sums_samples(plan.backward_on_chip, p.samples) &&
+         ((a.dweight != nullptr && p.weight.shape == ParameterShape::per_channel) ||
+          (a.dbias != nullptr && p.bias.shape == ParameterShape::per_channel));
 }
 
 void reduce(const ForwardCall& call, const Problem& problem, const Plan& plan, const Queues& queues) {
@@ -142,13 +144,13 @@ void run(const Planned& planned, const Problem& problem, const ForwardArguments&
     call.addends[0] = a.x;
     call.addends[1] = a.residual;
   }
+  call.roots = at<Node>(a.workspace, w.roots);
   if (stays_on_chip(plan, a)) {
     check(problem.layout == Layout::contiguous ? launch_forward_on_chip(call, plan, queues.first)
                                                : launch_forward_slabs(call, plan, queues.first),
           "the forward kernel");
     return;
   }
-  call.roots = at<Node>(a.workspace, w.roots);
   call.folded = at<Moments>(a.workspace, w.folded);
   call.merge_roots = problem.layout == Layout::contiguous && apply_merges_contiguous(call);
   reduce(call, problem, plan, queues);
@@ -167,8 +169,9 @@ void run(const Planned& planned, const Problem& problem, const BackwardArguments
   call.dx = a.dx;
   call.dweight = problem.weight.present() ? a.dweight : nullptr;
   call.dbias = problem.bias.present() ? a.dbias : nullptr;
-  const bool on_chip = stays_on_chip(plan, a), sums = sums_over_samples(problem, a);
-  if (!on_chip || sums) call.rows = at<float2>(a.workspace, w.rows);
+  const bool on_chip = stays_on_chip(plan, a), rows = leaves_rows(plan, problem, a);
+  if (!on_chip || plan.backward_on_chip.together) call.partials = at<float2>(a.workspace, w.partials);
+  if (!on_chip || rows) call.rows = at<float2>(a.workspace, w.rows);
   if (on_chip) {
     check(dispatch(problem.activation,
                    [&](auto a) {
@@ -176,10 +179,9 @@ void run(const Planned& planned, const Problem& problem, const BackwardArguments
                                        : backward_slabs_of<a()>(call, plan, queues.first);
                    }),
           "the backward kernel");
-    if (sums) check(launch_parameters(call, queues.next), "the kernel of the parameters");
+    if (rows) check(launch_parameters(call, queues.next), "the kernel of the parameters");
     return;
   }
-  call.partials = at<float2>(a.workspace, w.partials);
   call.means = at<float2>(a.workspace, w.means);
   const bool parameters = call.dweight != nullptr || call.dbias != nullptr;
   if (problem.samples > 0) {
@@ -228,12 +230,14 @@ std::size_t backward_workspace(const Problem& problem) { return backward_layout(
 
 std::size_t forward_workspace(const Problem& problem, const ForwardArguments& a) {
   const Planned& p = planned(problem);
-  return stays_on_chip(p.plan, a) ? 0 : p.forward.bytes;
+  return stays_on_chip(p.plan, a) && !p.plan.forward_on_chip.together ? 0 : p.forward.bytes;
 }
 
 std::size_t backward_workspace(const Problem& problem, const BackwardArguments& a) {
   const Planned& p = planned(problem);
-  return stays_on_chip(p.plan, a) && !sums_over_samples(problem, a) ? 0 : p.backward.bytes;
+  const bool none =
+      stays_on_chip(p.plan, a) && !p.plan.backward_on_chip.together && !leaves_rows(p.plan, problem, a);
+  return none ? 0 : p.backward.bytes;
 }
 
 void forward(const Problem& problem, const ForwardArguments& a, Stream stream) {

@@ -3,6 +3,7 @@
 // put another file of this name in front of it, and run the kernels without a GPU.
 #pragma once
 
+#include <cooperative_groups.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
@@ -40,7 +41,7 @@ cudaError_t launch(void (*kernel)(Parameters...), const Launch& shape, const Que
     if (error != cudaSuccess) return error;
   }
   cudaLaunchConfig_t config{};
-  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchAttribute attributes[3]{};
   config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
   config.blockDim = dim3(static_cast<unsigned>(shape.threads_x), static_cast<unsigned>(shape.threads_y));
   config.dynamicSmemBytes = static_cast<std::size_t>(shape.shared_bytes);
@@ -50,6 +51,11 @@ cudaError_t launch(void (*kernel)(Parameters...), const Launch& shape, const Que
     cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.together) {
+    cudaLaunchAttribute& together = attributes[config.numAttrs++];
+    together.id = cudaLaunchAttributeCooperative;
+    together.val.cooperative = 1;
   }
   if (shape.cluster > 1) {
     cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
@@ -167,6 +173,24 @@ __device__ __forceinline__ void await_messages(Mailbox& box, int blocks) {
 // From block `from` to block `to`, by one thread.
 __device__ __forceinline__ void send_pair(Mailbox& box, int from, int to, double a, double b) {
   send_pair(box.arrived, box.slots[from], to, a, b);
+}
+
+// ---- all blocks of a launch ----
+
+// Once by every thread, where the launch runs all blocks together: what any of them wrote before, all may
+// load after it, by load_met().
+__device__ __forceinline__ void meet_all_blocks() { cooperative_groups::this_grid().sync(); }
+
+template <class T>
+__device__ __forceinline__ T load_met(const T* p) {
+  static_assert(sizeof(T) == sizeof(double2) || sizeof(T) == sizeof(float2));
+  if constexpr (sizeof(T) == sizeof(double2)) {
+    const double2 pair = __ldcg(reinterpret_cast<const double2*>(p));
+    return {pair.x, pair.y};
+  } else {
+    const float2 pair = __ldcg(reinterpret_cast<const float2*>(p));
+    return {pair.x, pair.y};
+  }
 }
 
 // ---- threads of a block ----

@@ -84,54 +84,16 @@ __device__ __forceinline__ void channels_last_leaf(PivotSums (&sums)[W], float (
   }
 }
 
-// The tree over the channels of each channel unit, over roots[slab]: whole units in aligned runs of lanes, a
-// power of two for each, and the runs of a warp's length that are left once more. `positions` of each
-// channel.
-template <class Done>
-__device__ __forceinline__ void merge_channels(Node* roots, int units, int members, double positions,
-                                               const Done& done) {
-  int width = power_of_two_from(members), stride = 1;  // lanes of a unit; channels of a lane
-  for (;;) {
-    const int lanes = width < kLanes ? width : kLanes;
-    const int shift = count_bits(static_cast<unsigned>(width) - 1u), work = units * width;
-    for (int first = 0; first < work; first += static_cast<int>(blockDim.x)) {
-      const int i = first + static_cast<int>(threadIdx.x);
-      const int unit = i >> shift, index = (i & (width - 1)) * stride;
-      Node node{};
-      if (unit < units && index < members) node = roots[unit * members + index];
-      for (int step = 1; step < lanes; step *= 2) {
-        const Node other = shuffle_down(node, step);
-        const int rest = members - index - step * stride, full = step * stride;
-        if (rest >= full)
-          node = merge_equal(node, other, positions * full * 0.5);
-        else if (rest > 0)
-          node =
-              without_count(merge(with_count(node, positions * full), with_count(other, positions * rest)));
-      }
-      if (unit < units && (i & (lanes - 1)) == 0 && index < members) {
-        if (width <= kLanes)
-          done(unit, node);
-        else
-          roots[unit * members + index] = node;
-      }
-    }
-    if (width <= kLanes) return;
-    width /= kLanes;
-    stride *= kLanes;
-    __syncthreads();
-  }
-}
-
 // Threads of an SM that registers are for; a sum takes more of them.
 template <int W, bool kSum>
 constexpr int kStatisticsBound = !kSum    ? statistics_threads(W)
-                                 : W == 8 ? 384
-                                 : W == 4 ? 512
+                                 : W == 8 ? threads_of_sm(384, 256)
+                                 : W == 4 ? threads_of_sm(512, 448)
                                           : 640;
 
-// Shared memory: the sums of the leaves, then the roots of the channels and their pivots.
+// Shared memory: the sums of the leaves, then the roots of the channels and their pivots, and the shares.
 template <class T, int W, bool kSum>
-__global__ void __launch_bounds__(kStatisticsBound<W, kSum>)
+__global__ void __launch_bounds__(kStatisticsBound<W, kSum>, 1)
     statistics_channels_last(const ForwardCall call, const Columns p) {
   PivotSums* const sums = shared_memory<PivotSums>();
   Node* const roots = reinterpret_cast<Node*>(sums + kUnitLeaves * p.columns * W);
@@ -151,9 +113,12 @@ __global__ void __launch_bounds__(kStatisticsBound<W, kSum>)
   const auto x = all + ((place.n * call.d.S + begin) * C + place.channel_begin + at.column * W);
   // The pivots are the unit's first values.
   float* const pivots = reinterpret_cast<float*>(roots + p.columns * W);
+  double* const shares = reinterpret_cast<double*>(roots + p.columns * W) + (p.columns * W + 1) / 2;
   float pivot[W];
   {
     const Packed<T, W> row = load_row<W>(x, own, aligned);
+    make_shares(shares, p.by_channel_unit ? static_cast<int>(place.channel_end - place.channel_begin)
+                                          : static_cast<int>(call.d.D));
 #pragma unroll
     for (int j = 0; j < W; ++j) {
       pivot[j] = row[j];
@@ -179,8 +144,9 @@ __global__ void __launch_bounds__(kStatisticsBound<W, kSum>)
       p.by_channel_unit ? quotient(block.channel_begin - first * call.d.D, tree.unit_channels) : 0;
   Node* const out =
       call.roots + (block.n * call.d.G + first) * tree.roots() + block.unit * tree.channel_units + unit;
-  merge_channels(roots, channels / members, members, static_cast<double>(length),
-                 [&](int group, const Node& node) { out[group * tree.roots()] = node; });
+  merge_channels(
+      roots, shares, channels / members, members, [&](int) { return length; },
+      [&](int group, const Node& node) { out[group * tree.roots()] = node; });
 }
 
 template <Activation A, class T, class Y>

@@ -10,16 +10,6 @@ namespace steadynorm::cuda {
 
 namespace {
 
-// Threads of an SM that registers are for: fitted on compute capability 9.0, fewer elsewhere, where the same
-// code takes some more registers.
-constexpr int threads_of_sm(int fitted, [[maybe_unused]] int others) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
-  return others;
-#else
-  return fitted;
-#endif
-}
-
 // Groups of 2^k units, each a full block of one channel, as most that come from images and volumes of powers
 // of two: nodes need no counts then, and blocks fewer registers.
 struct WholeUnits {
@@ -30,7 +20,7 @@ struct WholeUnits {
 
 inline WholeUnits whole_units(const Dimensions& d, const OnChip& chip) {
   const auto shift = [](std::int64_t n) { return std::countr_zero(static_cast<std::uint64_t>(n)); };
-  return {shift(chip.cluster), shift(d.D), shift(d.tree.spatial_units), d.D * d.S, Divisor(d.G)};
+  return {shift(chip.blocks), shift(d.D), shift(d.tree.spatial_units), d.D * d.S, Divisor(d.G)};
 }
 
 struct WholePlace {
@@ -43,7 +33,7 @@ __device__ __forceinline__ WholePlace whole_place(const OnChip& chip, const Whol
   const unsigned block = block_index();
   WholePlace r;
   r.group = block >> units.cluster_shift;
-  r.rank = static_cast<int>(block) & (chip.cluster - 1);
+  r.rank = static_cast<int>(block) & (chip.blocks - 1);
   r.warp = static_cast<int>(threadIdx.x) / kLanes;
   r.lane = static_cast<int>(threadIdx.x) % kLanes;
   r.item = (r.rank * chip.warps + r.warp) * kUnits;

@@ -51,7 +51,8 @@ __device__ __forceinline__ ChannelSums finish_row(const BackwardCall& call, cons
     if (wanted.weight_rows) store_parameter(call.dweight, call.weight.dtype, row, dz_normalized);
     if (wanted.bias_rows) store_parameter(call.dbias, call.bias.dtype, row, dz);
     if (call.d.N > 1) {
-      if (wanted.weight_sums || wanted.bias_sums) call.rows[row] = float2{dz, dz_normalized};
+      if (call.rows != nullptr && (wanted.weight_sums || wanted.bias_sums))
+        call.rows[row] = float2{dz, dz_normalized};
     } else {  // the sum over one sample, which makes +0 of -0
       if (wanted.weight_sums) store_parameter(call.dweight, call.weight.dtype, c, dz_normalized + 0.0f);
       if (wanted.bias_sums) store_parameter(call.dbias, call.bias.dtype, c, dz + 0.0f);
@@ -88,15 +89,15 @@ __device__ __forceinline__ void merge_channels(const BackwardCall& call, const O
   };
   const bool whole_channels = chip.warps >= units;
   merge_lanes(rank * chip.warps, 1, chip.warps, whole_channels, true);
-  if (chip.cluster > 1) {
+  if (chip.blocks > 1) {
     if (lane == 0) shared.block = sums;
     warp_barrier();
     sums = shared.block;
-    if (lane < chip.cluster) send_pair(shared.box, rank, lane, sums.dz, sums.dz_normalized);
-    await_messages(shared.box, chip.cluster);
-    const double* const slot = shared.box.slots[lane < chip.cluster ? lane : 0];
+    if (lane < chip.blocks) send_pair(shared.box, rank, lane, sums.dz, sums.dz_normalized);
+    await_messages(shared.box, chip.blocks);
+    const double* const slot = shared.box.slots[lane < chip.blocks ? lane : 0];
     sums = {slot[0], slot[1]};
-    merge_lanes(0, chip.warps, power_of_two_from(chip.cluster), !whole_channels, rank == 0);
+    merge_lanes(0, chip.warps, power_of_two_from(chip.blocks), !whole_channels, rank == 0);
   }
   if (lane == 0)
     shared.means = group_means(sums, static_cast<double>(call.d.D) * static_cast<double>(call.d.S));
@@ -125,7 +126,7 @@ __global__ void __launch_bounds__(kWholeGradientBound<T, U, A>)
       raw_dy[v] = load<U, kLaneWidth>(dy + kLeafRow * v);
     }
   }
-  if (chip.cluster > 1) open_mailbox(shared.box, chip.cluster);
+  if (chip.blocks > 1) open_mailbox(shared.box, chip.blocks);
   {
     const WholePlace at = whole_place<1>(chip, units);
     if (at.lane == 0) {
@@ -139,7 +140,7 @@ __global__ void __launch_bounds__(kWholeGradientBound<T, U, A>)
     if (at.lane == 0)
       shared.units[at.warp] = {static_cast<float>(sums.dz), static_cast<float>(sums.dz_normalized)};
   }
-  if (chip.cluster > 1) await_mailboxes();
+  if (chip.blocks > 1) await_mailboxes();
   __syncthreads();
   if (threadIdx.x < kLanes) {
     const WholePlace at = whole_place<1>(chip, units);

@@ -57,15 +57,16 @@ __device__ __forceinline__ void for_warps(int items, const F& f) {
     f(first + static_cast<int>(threadIdx.x));
 }
 
+constexpr int kUnitPositions = kUnitLeaves * kMicroBatchRows;
+
 // Positions of unit `unit` of a block that begins at `position`; 0: the unit is absent.
 __device__ __forceinline__ int unit_length(const Dimensions& d, int position, int unit) {
-  constexpr int kUnit = kUnitLeaves * kMicroBatchRows;
-  const int begin = position + unit * kUnit;
-  return present(begin, begin + kUnit, static_cast<int>(d.S));
+  const int begin = position + unit * kUnitPositions;
+  return present(begin, begin + kUnitPositions, static_cast<int>(d.S));
 }
 
 __device__ __forceinline__ int block_position(const Slabs& slabs, int rank) {
-  return rank * slabs.units * (kUnitLeaves * kMicroBatchRows);
+  return rank * slabs.units * kUnitPositions;
 }
 
 // The aligned binary tree over items first .. first + kCount - 1, of which those below `there` are there.

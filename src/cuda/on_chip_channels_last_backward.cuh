@@ -26,14 +26,42 @@ __device__ __forceinline__ void load_slab_coefficients(const BackwardCall& call,
   });
 }
 
+// dy of a thread's leaf, held in shared memory: word by word, so that the threads of a warp meet in no bank.
+template <class U, int W>
+struct HeldLeaf {
+  static constexpr int kWords = Packed<U, W>::kWords;
+  std::uint32_t* words;  // of the thread's first row
+  int pitch;             // between two words of a thread
+
+  __device__ __forceinline__ HeldLeaf(const SlabMemory& memory)
+      : words(in_shared<std::uint32_t>(memory.dy) + threadIdx.x), pitch(static_cast<int>(blockDim.x)) {}
+
+  __device__ __forceinline__ void put(const Packed<U, W> (&raw)[kMicroBatchRows]) const {
+#pragma unroll
+    for (int v = 0; v < kMicroBatchRows; ++v)
+#pragma unroll
+      for (int k = 0; k < kWords; ++k) words[(v * kWords + k) * pitch] = raw[v].words[k];
+  }
+
+  // Channel j of row v.
+  __device__ __forceinline__ float operator()(int v, int j) const {
+    Packed<U, 2> pair{};
+    if constexpr (kIsFloat<U>) {
+      return float_of(words[(v * kWords + j) * pitch]);
+    } else {
+      pair.words[0] = words[(v * kWords + j / 2) * pitch];
+      return pair[j % 2];
+    }
+  }
+};
+
 // The sums of a leaf for each of a thread's channels. What is ragged is read from memory again, a channel at
 // a time.
 template <Activation A, class T, class U, int W>
 __device__ __forceinline__ void leaf_gradient_sums(const BackwardCall& call, const Slabs& slabs,
                                                    const SlabMemory& memory,
                                                    Packed<T, W> (&raw_x)[kMicroBatchRows],
-                                                   Packed<U, W> (&raw_dy)[kMicroBatchRows],
-                                                   std::uint32_t nothing) {
+                                                   const HeldLeaf<U, W>& held_dy, std::uint32_t nothing) {
   const SlabLeaf at = own_leaf(call.d, slabs);
   if (at.rows == 0) return;
   float2* const out = in_shared<float2>(memory.leaves) + at.leaf * slabs.channels + at.column;
@@ -44,13 +72,11 @@ __device__ __forceinline__ void leaf_gradient_sums(const BackwardCall& call, con
     for (int j = 0; j < W; ++j) {
       const Coefficients c = coefficients_of(coefficients[j * slabs.columns]);
       const Pair sums = tree_sum<kMicroBatchRows>([&](int v) {
-        const Gradient g = backward_value<A>(raw_x[v][j], raw_dy[v][j], c);
+        const Gradient g = backward_value<A>(raw_x[v][j], held_dy(v, j), c);
         return Pair{g.dz, g.dz * g.normalized};
       });
       out[j * slabs.columns] = {sums.first, sums.second};
-      const int next = j + 1 < W ? (j + 1) / 2 : 0;
-      unpack_after(raw_x, next, sums.first, nothing);
-      unpack_after(raw_dy, next, sums.first, nothing);
+      unpack_after(raw_x, j + 1 < W ? (j + 1) / 2 : 0, sums.first, nothing);
     }
     return;
   }
@@ -88,6 +114,83 @@ __device__ __forceinline__ void merge_gradient_leaves(const Dimensions& d, const
   });
 }
 
+// How the units' sums of a channel become a row after the blocks have met: by 2^shift neighbouring lanes,
+// each of which adds a run of units.
+struct MetUnits {
+  static constexpr int kRun = 4;
+  int all, shift;
+
+  __device__ __forceinline__ explicit MetUnits(const Dimensions& d)
+      : all(static_cast<int>(d.tree.spatial_units)) {
+    const int lanes = power_of_two_from((all + kRun - 1) / kRun);
+    shift = count_bits(static_cast<unsigned>(lanes) - 1u);
+  }
+
+  // Of channel c, the first lane gets it; by whole warps, of which some lanes may have no channel.
+  __device__ __forceinline__ ChannelSums add(const BackwardCall& call, std::int64_t n, std::int64_t c,
+                                             int lane, bool active) const {
+    const int there = active ? all - lane * kRun : 0;
+    const float2* const run = call.partials + (n * all + lane * kRun) * call.d.C + c;
+    float2 units[kRun]{};
+#pragma unroll
+    for (int unit = 0; unit < kRun; ++unit)
+      if (unit < there) units[unit] = load_met(run + unit * call.d.C);
+    const ChannelSums sums = merge_items<kRun>(there, [&](int unit) {
+      return ChannelSums{units[unit].x, units[unit].y};
+    });
+    return warp_tree(sums, 1 << shift, (all + kRun - 1) / kRun);
+  }
+};
+
+// The sums of the slab's channels, from the units of all blocks, which meet: finish(channel, sums) by one
+// thread for each.
+template <class Finish>
+__device__ __forceinline__ void make_met_rows(const BackwardCall& call, const Slabs& slabs,
+                                              const SlabMemory& memory, const Finish& finish) {
+  const SlabLeaf at = own_leaf(call.d, slabs);
+  const MetUnits met(call.d);
+  const int first = at.rank * slabs.units;
+  float2* const out = call.partials + (at.n * met.all + first) * call.d.C + at.channel;
+  const float2* const roots = in_shared<float2>(memory.roots);
+  for_block(present(first, first + slabs.units, met.all) * slabs.channels, [&](int i) {
+    const int unit = static_cast<int>(slabs.by_channels.quotient(static_cast<unsigned>(i)));
+    out[unit * call.d.C + (i - unit * slabs.channels)] = roots[i];
+  });
+  meet_all_blocks();
+  for_warps(slabs.channels << met.shift, [&](int i) {
+    const int channel = i >> met.shift, lane = i & ((1 << met.shift) - 1);
+    const bool active = channel < slabs.channels;
+    const ChannelSums sums = met.add(call, at.n, at.channel + channel, lane, active);
+    if (active && lane == 0) finish(channel, sums);
+  });
+}
+
+// Parameter gradients that are sums over a few samples, after the blocks have met: those that have the slab,
+// of all samples, share its channels.
+__device__ __forceinline__ void sum_met_samples(const BackwardCall& call, const Slabs& slabs,
+                                                const Wanted& wanted) {
+  const SlabLeaf at = own_leaf(call.d, slabs);
+  const MetUnits met(call.d);
+  const int N = static_cast<int>(call.d.N), blocks = N * slabs.blocks;
+  const int share = (slabs.channels + blocks - 1) / blocks;
+  const int first = (static_cast<int>(at.n) * slabs.blocks + at.rank) * share;
+  const int channels = present(first, first + share, slabs.channels);
+  for_warps(channels << met.shift, [&](int i) {
+    const int channel = i >> met.shift, lane = i & ((1 << met.shift) - 1);
+    const std::int64_t c = at.channel + first + channel;
+    ChannelSums total{};
+#pragma unroll 1
+    for (int n = 0; n < N; ++n) {
+      const ChannelSums row = met.add(call, n, c, lane, channel < channels);
+      total = merge(total, ChannelSums{static_cast<float>(row.dz), static_cast<float>(row.dz_normalized)});
+    }
+    if (channel >= channels || lane != 0) return;
+    if (wanted.weight_sums)
+      store_parameter(call.dweight, call.weight.dtype, c, static_cast<float>(total.dz_normalized));
+    if (wanted.bias_sums) store_parameter(call.dbias, call.bias.dtype, c, static_cast<float>(total.dz));
+  });
+}
+
 // The rows of the slab's channels, from the units of all blocks; and what the groups add of them.
 __device__ __forceinline__ void make_rows(const BackwardCall& call, const Slabs& slabs,
                                           const SlabMemory& memory, const Wanted& wanted) {
@@ -104,22 +207,23 @@ __device__ __forceinline__ void make_rows(const BackwardCall& call, const Slabs&
     in_shared<ChannelSums>(memory.sums)[channel] =
         finish_row(call, wanted, at.n, at.channel + channel, sums, at.rank == 0);
   };
-  if (slabs.cluster == 1) {
+  if (slabs.blocks == 1) {
     for_block(slabs.channels, [&](int channel) { finish(channel, of_block(channel)); });
     return;
   }
+  if (slabs.together) return make_met_rows(call, slabs, memory, finish);
   await_mailboxes();
   ChannelSums* const slots = in_shared<ChannelSums>(memory.slots);
-  for_block(slabs.channels * slabs.cluster, [&](int i) {
-    const int channel = static_cast<int>(slabs.by_cluster.quotient(static_cast<unsigned>(i)));
+  for_block(slabs.channels * slabs.blocks, [&](int i) {
+    const int channel = static_cast<int>(slabs.by_blocks.quotient(static_cast<unsigned>(i)));
     const ChannelSums sums = of_block(channel);
-    send_pair(arrived_bytes(), &slots[at.rank * slabs.channels + channel].dz, i - channel * slabs.cluster,
+    send_pair(arrived_bytes(), &slots[at.rank * slabs.channels + channel].dz, i - channel * slabs.blocks,
               sums.dz, sums.dz_normalized);
   });
-  await_messages(arrived_bytes(), 16 * slabs.channels * slabs.cluster);
+  await_messages(arrived_bytes(), 16 * slabs.channels * slabs.blocks);
   for_block(slabs.channels, [&](int channel) {
     finish(channel, merge_items<kMaxCluster>(
-                        slabs.cluster, [&](int block) { return slots[block * slabs.channels + channel]; }));
+                        slabs.blocks, [&](int block) { return slots[block * slabs.channels + channel]; }));
   });
 }
 
@@ -158,8 +262,7 @@ template <Activation A, class T, class U, int W>
 __device__ __forceinline__ void write_gradient_leaf(const BackwardCall& call, const Slabs& slabs,
                                                     const SlabMemory& memory,
                                                     Packed<T, W> (&raw_x)[kMicroBatchRows],
-                                                    Packed<U, W> (&raw_dy)[kMicroBatchRows],
-                                                    std::uint32_t nothing) {
+                                                    const HeldLeaf<U, W>& held_dy, std::uint32_t nothing) {
   const SlabLeaf at = own_leaf(call.d, slabs);
   float before = 0;
 #pragma unroll
@@ -174,12 +277,11 @@ __device__ __forceinline__ void write_gradient_leaf(const BackwardCall& call, co
 #pragma unroll
     for (int v = 0; v < kMicroBatchRows; ++v) {
       if constexpr (!kIsFloat<T>) wait_for(raw_x[v].words[j / 2], before, nothing);
-      if constexpr (!kIsFloat<U>) wait_for(raw_dy[v].words[j / 2], before, nothing);
       float values[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const Coefficients c = coefficients_of(own[i]);
-        const Gradient g = backward_value<A>(raw_x[v][j + i], raw_dy[v][j + i], c);
+        const Gradient g = backward_value<A>(raw_x[v][j + i], held_dy(v, j + i), c);
         values[i] = input_gradient(c.weight, g.dz, g.normalized, own[i].means, c.statistics.rstd);
       }
       if constexpr (kIsFloat<T>) {
@@ -199,24 +301,26 @@ __device__ __forceinline__ void write_gradient_leaf(const BackwardCall& call, co
 }
 
 template <class T, class U, Activation A>
-__global__ void __launch_bounds__(kMaxOnChipWarps* kLanes)
+__global__ void __launch_bounds__(slab_gradient_threads(kFitted), 1)
     backward_slabs(const BackwardCall call, const OnChip chip, const Slabs slabs, const SlabMemory memory,
                    const Wanted wanted) {
   constexpr int W = kGradientWidth<T, U>;
   release_next();
   wait_for_previous();
   Packed<T, W> raw_x[kMicroBatchRows];
-  Packed<U, W> raw_dy[kMicroBatchRows];
+  const HeldLeaf<U, W> held_dy(memory);
   {
     const SlabLeaf at = own_leaf(call.d, slabs);
     const std::int64_t offset = offset_of(call.d, at, W);
+    Packed<U, W> raw_dy[kMicroBatchRows];
     load_leaf(raw_x, static_cast<const T*>(call.x) + offset, call.d.C, at.rows);
     load_leaf(raw_dy, static_cast<const U*>(call.dy) + offset, call.d.C, at.rows);
+    held_dy.put(raw_dy);
   }
-  if (slabs.cluster > 1) open_mailbox(arrived_bytes(), 16 * slabs.channels * slabs.cluster);
+  if (slabs.blocks > 1 && !slabs.together) open_mailbox(arrived_bytes(), 16 * slabs.channels * slabs.blocks);
   load_slab_coefficients(call, slabs, memory, W);
   __syncthreads();
-  leaf_gradient_sums<A>(call, slabs, memory, raw_x, raw_dy, nothing_of(chip.warps));
+  leaf_gradient_sums<A>(call, slabs, memory, raw_x, held_dy, nothing_of(chip.warps));
   __syncthreads();
   merge_gradient_leaves(call.d, slabs, memory, block_position(slabs, own_leaf(call.d, slabs).rank), W);
   __syncthreads();
@@ -229,7 +333,8 @@ __global__ void __launch_bounds__(kMaxOnChipWarps* kLanes)
         in_shared<GroupMeans>(memory.groups)[group_of(slabs, channel)];
   });
   __syncthreads();
-  write_gradient_leaf<A>(call, slabs, memory, raw_x, raw_dy, nothing_of(chip.warps));
+  write_gradient_leaf<A>(call, slabs, memory, raw_x, held_dy, nothing_of(chip.warps));
+  if (slabs.sums_samples && (wanted.weight_sums || wanted.bias_sums)) sum_met_samples(call, slabs, wanted);
 }
 
 }  // namespace
@@ -240,9 +345,9 @@ cudaError_t backward_slabs_of(const BackwardCall& call, const Plan& plan, const 
     return dispatch(call.y_type, [&](auto y_type) {
       using T = typename decltype(x_type)::type;
       using U = typename decltype(y_type)::type;
-      const Slabs slabs = make_slabs(call.d, plan.backward_on_chip, kGradientWidth<T, U>);
+      const Slabs slabs = make_slabs(call.d, plan.backward_on_chip);
       return launch(backward_slabs<T, U, A>, plan.group_gradient, queue, call, plan.backward_on_chip, slabs,
-                    slab_memory(slabs, true), call.wanted());
+                    slab_memory(slabs, kGradientWidth<T, U> * static_cast<int>(sizeof(U))), call.wanted());
     });
   });
 }

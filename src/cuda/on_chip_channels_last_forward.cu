@@ -83,75 +83,84 @@ __device__ __forceinline__ void merge_leaves(const Dimensions& d, const Slabs& s
           return PivotSums{s.x, s.y};
         });
     in_shared<Node>(memory.roots)[unit * slabs.channels + channel_of(slabs, place, width)] =
-        without_count(moments_of(sums, length, 1.0 / length, in_shared<float>(memory.pivots)[i]));
+        without_count(moments_of(sums, length, length == kUnitPositions ? 1.0 / kUnitPositions : 1.0 / length,
+                                 in_shared<float>(memory.pivots)[i]));
   });
 }
 
-// The block's node of each group: its channels, then its units, as one tree over 2^k items with absent ones.
-// It ends in the first of the group's nodes.
-__device__ __forceinline__ void merge_block(const Dimensions& d, const Slabs& slabs, const SlabMemory& memory,
+// The groups' nodes of the block: the channels of each unit, then the units.
+__device__ __forceinline__ void merge_units(const Dimensions& d, const Slabs& slabs, const SlabMemory& memory,
                                             int position) {
-  Moments* const nodes = in_shared<Moments>(memory.nodes);
-  const int shift = slabs.channel_shift + slabs.unit_shift, items = slabs.groups << shift;
-  const int lanes = 1 << shift < kLanes ? 1 << shift : kLanes, runs = (1 << shift) / lanes;
-  for_warps(items, [&](int i) {
-    const int group = i >> shift, unit = (i & ((1 << shift) - 1)) >> slabs.channel_shift;
-    const int channel = i & ((1 << slabs.channel_shift) - 1);
-    Moments m{};
-    if (i < items && channel < d.D)
-      m = with_count(
-          in_shared<Node>(memory.roots)[unit * slabs.channels + group * static_cast<int>(d.D) + channel],
-          unit_length(d, position, unit));
-    m = warp_tree(m, lanes);
-    if (i < items && (i & (lanes - 1)) == 0)
-      nodes[(i >> shift) * runs + (i & ((1 << shift) - 1)) / lanes] = m;
-  });
+  Node* const nodes = in_shared<Node>(memory.nodes);  // of each unit and group
+  const auto positions = [&](int i) {
+    return unit_length(d, position, slabs.units == 1 ? 0 : i / slabs.groups);
+  };
+  merge_channels(in_shared<Node>(memory.roots), in_shared<double>(memory.shares), slabs.units * slabs.groups,
+                 static_cast<int>(d.D), positions, [&](int i, const Node& node) { nodes[i] = node; });
   __syncthreads();
-  if (runs == 1) return;
-  for_warps(slabs.groups * runs, [&](int i) {
-    const bool there = i < slabs.groups * runs;
-    const Moments m = warp_tree(there ? nodes[i] : Moments{}, runs);
-    if (there && (i & (runs - 1)) == 0) nodes[i] = m;
+  if (slabs.units == 1) return;
+  for_block(slabs.groups, [&](int group) {
+#pragma unroll 1
+    for (int step = 1; step < slabs.units; step *= 2)
+#pragma unroll 1
+      for (int unit = 0; unit < slabs.units; unit += 2 * step) {
+        const int middle = position + (unit + step) * kUnitPositions, S = static_cast<int>(d.S);
+        const auto count = [&](int begin) {
+          return static_cast<double>(present(begin, begin + step * kUnitPositions, S)) *
+                 static_cast<double>(d.D);
+        };
+        Node& left = nodes[unit * slabs.groups + group];
+        if (middle < S)
+          left = without_count(merge(with_count(left, count(middle - step * kUnitPositions)),
+                                     with_count(nodes[(unit + step) * slabs.groups + group], count(middle))));
+      }
   });
   __syncthreads();
 }
 
-// The groups' statistics, in every block of the cluster.
-__device__ __forceinline__ void merge_cluster(const ForwardCall& call, const Slabs& slabs,
-                                              const SlabMemory& memory) {
+// The groups' statistics, in every block of the slab.
+__device__ __forceinline__ void merge_blocks(const ForwardCall& call, const Slabs& slabs,
+                                             const SlabMemory& memory) {
   const SlabLeaf at = own_leaf(call.d, slabs);
-  const Moments* const nodes = in_shared<Moments>(memory.nodes);
-  const int items = 1 << (slabs.channel_shift + slabs.unit_shift), runs = items < kLanes ? 1 : items / kLanes;
+  const std::int64_t first_group = at.n * call.d.G + split(at.channel, call.d.by_D).quotient;
+  const Node* const nodes = in_shared<Node>(memory.nodes);
+  const auto of_block = [&](const Node& node, int block) {
+    const int positions =
+        present(block_position(slabs, block), block_position(slabs, block + 1), static_cast<int>(call.d.S));
+    return with_count(node, static_cast<double>(positions) * static_cast<double>(call.d.D));
+  };
   const auto done = [&](int group, const Moments& m) {
     const Statistics s = statistics_of(m, call.eps);
     in_shared<Statistics>(memory.groups)[group] = s;
-    if (at.rank == 0)
-      store_statistics(call, at.n * call.d.G + split(at.channel, call.d.by_D).quotient + group, s);
+    if (at.rank == 0) store_statistics(call, first_group + group, s);
   };
-  if (slabs.cluster == 1) {
-    for_block(slabs.groups, [&](int group) { done(group, nodes[group * runs]); });
+  if (slabs.blocks == 1) {
+    for_block(slabs.groups, [&](int group) { done(group, of_block(nodes[group], 0)); });
     return;
   }
-  double* const slots = in_shared<double>(memory.slots);
-  await_mailboxes();
-  for_block(slabs.groups * slabs.cluster, [&](int i) {
-    const int group = static_cast<int>(slabs.by_cluster.quotient(static_cast<unsigned>(i)));
-    const Moments& m = nodes[group * runs];
-    send_pair(arrived_bytes(), slots + 2 * (at.rank * slabs.groups + group), i - group * slabs.cluster,
-              m.mean, m.m2);
-  });
-  await_messages(arrived_bytes(), 16 * slabs.groups * slabs.cluster);
-  const int width = power_of_two_from(slabs.cluster);
+  Node* const slots = in_shared<Node>(memory.slots);          // of each block and group
+  Node* const met = call.roots + first_group * slabs.blocks;  // of each group and block
+  if (slabs.together) {
+    for_block(slabs.groups, [&](int group) { met[group * slabs.blocks + at.rank] = nodes[group]; });
+    meet_all_blocks();
+  } else {
+    await_mailboxes();
+    for_block(slabs.groups * slabs.blocks, [&](int i) {
+      const int group = static_cast<int>(slabs.by_blocks.quotient(static_cast<unsigned>(i)));
+      send_pair(arrived_bytes(), &slots[at.rank * slabs.groups + group].mean, i - group * slabs.blocks,
+                nodes[group].mean, nodes[group].m2);
+    });
+    await_messages(arrived_bytes(), 16 * slabs.groups * slabs.blocks);
+  }
+  const int width = power_of_two_from(slabs.blocks);
   const int shift = count_bits(static_cast<unsigned>(width) - 1u);
   for_warps(slabs.groups << shift, [&](int i) {
     const int group = i >> shift, block = i & (width - 1);
     Moments m{};
-    if (group < slabs.groups && block < slabs.cluster) {
-      const double* const slot = slots + 2 * (block * slabs.groups + group);
-      const int S = static_cast<int>(call.d.S);
-      const int positions = present(block_position(slabs, block), block_position(slabs, block + 1), S);
-      m = {static_cast<double>(positions) * static_cast<double>(call.d.D), slot[0], slot[1]};
-    }
+    if (group < slabs.groups && block < slabs.blocks)
+      m = of_block(
+          slabs.together ? load_met(met + group * slabs.blocks + block) : slots[block * slabs.groups + group],
+          block);
     m = warp_tree(m, width);
     if (group < slabs.groups && block == 0) done(group, m);
   });
@@ -206,12 +215,9 @@ __device__ __forceinline__ void write_leaf(const ForwardCall& call, const Slabs&
   }
 }
 
-constexpr int kForwardBound = 640;  // threads of an SM that registers are for: 96 for each
-
-template <class T, Activation A>
-__global__ void __launch_bounds__(kForwardBound)
+template <class T, int W, Activation A>
+__global__ void __launch_bounds__(slab_threads(W* static_cast<int>(sizeof(T)), kFitted), 1)
     forward_slabs(const ForwardCall call, const OnChip chip, const Slabs slabs, const SlabMemory memory) {
-  constexpr int W = 16 / static_cast<int>(sizeof(T));
   release_next();
   wait_for_previous();
   Packed<T, W> raw[kMicroBatchRows];
@@ -219,7 +225,8 @@ __global__ void __launch_bounds__(kForwardBound)
     const SlabLeaf at = own_leaf(call.d, slabs);
     load_leaf(raw, static_cast<const T*>(call.x) + offset_of(call.d, at, W), call.d.C, at.rows);
   }
-  if (slabs.cluster > 1) open_mailbox(arrived_bytes(), 16 * slabs.groups * slabs.cluster);
+  make_shares(in_shared<double>(memory.shares), static_cast<int>(call.d.D));
+  if (slabs.blocks > 1 && !slabs.together) open_mailbox(arrived_bytes(), 16 * slabs.groups * slabs.blocks);
   {
     const SlabLeaf at = own_leaf(call.d, slabs);
     for_block(slabs.channels, [&](int channel) {
@@ -241,9 +248,9 @@ __global__ void __launch_bounds__(kForwardBound)
     const int position = block_position(slabs, own_leaf(call.d, slabs).rank);
     merge_leaves(call.d, slabs, memory, position, W);
     __syncthreads();
-    merge_block(call.d, slabs, memory, position);
+    merge_units(call.d, slabs, memory, position);
   }
-  merge_cluster(call, slabs, memory);
+  merge_blocks(call, slabs, memory);
   __syncthreads();
   for_block(slabs.channels, [&](int channel) {
     const Statistics s = in_shared<Statistics>(memory.groups)[group_of(slabs, channel)];
@@ -264,9 +271,13 @@ cudaError_t launch_forward_slabs(const ForwardCall& call, const Plan& plan, cons
   return dispatch(call.x_type, [&](auto type) {
     return dispatch(call.activation, [&](auto activation) {
       using T = typename decltype(type)::type;
-      const Slabs slabs = make_slabs(call.d, plan.forward_on_chip, 16 / static_cast<int>(sizeof(T)));
-      return launch(forward_slabs<T, activation()>, plan.group, queue, call, plan.forward_on_chip, slabs,
-                    slab_memory(slabs, false));
+      const OnChip& chip = plan.forward_on_chip;
+      const Slabs slabs = make_slabs(call.d, chip);
+      const SlabMemory memory = slab_memory(slabs, 0);
+      if constexpr (sizeof(T) == 2)
+        if (chip.width == 8)
+          return launch(forward_slabs<T, 8, activation()>, plan.group, queue, call, chip, slabs, memory);
+      return launch(forward_slabs<T, 4, activation()>, plan.group, queue, call, chip, slabs, memory);
     });
   });
 }

@@ -31,14 +31,14 @@ __device__ __forceinline__ void merge_whole_group(const ForwardCall& call, const
   const WholePlace at = whole_place<kUnits>(chip, units);
   const int nodes = chip.warps * kUnits;
   Node node = warp_tree_equal(shared.nodes[at.lane & (nodes - 1)], nodes, kLeafBlock);
-  if (chip.cluster > 1) {
+  if (chip.blocks > 1) {
     if (at.lane == 0) shared.block = node;
     warp_barrier();
     node = shared.block;
-    if (at.lane < chip.cluster) send_pair(shared.box, at.rank, at.lane, node.mean, node.m2);
-    await_messages(shared.box, chip.cluster);
-    const double* const slot = shared.box.slots[at.lane & (chip.cluster - 1)];
-    node = warp_tree_equal({slot[0], slot[1]}, chip.cluster, kLeafBlock * nodes);
+    if (at.lane < chip.blocks) send_pair(shared.box, at.rank, at.lane, node.mean, node.m2);
+    await_messages(shared.box, chip.blocks);
+    const double* const slot = shared.box.slots[at.lane & (chip.blocks - 1)];
+    node = warp_tree_equal({slot[0], slot[1]}, chip.blocks, kLeafBlock * nodes);
   }
   if (at.lane != 0) return;
   shared.statistics = statistics_of(with_count(node, static_cast<double>(units.group_values)), call.eps);
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kWholeBound<T, A, kUnits>)
       for (int v = 0; v < kMicroBatchRows; ++v) raw[u][v] = load<T, kLaneWidth>(x + kLeafRow * v);
     }
   }
-  if (chip.cluster > 1) open_mailbox(shared.box, chip.cluster);
+  if (chip.blocks > 1) open_mailbox(shared.box, chip.blocks);
   {
     const WholePlace at = whole_place<kUnits>(chip, units);
     if (at.lane < kUnits) {
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kWholeBound<T, A, kUnits>)
       if (at.lane == 0) shared.nodes[at.warp * kUnits + u] = nodes[u];
     }
   }
-  if (chip.cluster > 1) await_mailboxes();
+  if (chip.blocks > 1) await_mailboxes();
   __syncthreads();
   if (threadIdx.x < kLanes) merge_whole_group<kUnits>(call, chip, units, shared);
   __syncthreads();

@@ -81,13 +81,13 @@ Columns make_columns(const Problem& p, const Tree& tree, int width, std::int64_t
   return r;
 }
 
-// Shared memory: the leaves' sums, then the channels' roots and pivots or coefficients. Whole warps, for the
-// shuffles.
+// Shared memory: the leaves' sums, then the channels' roots and pivots, and the shares, or coefficients.
+// Whole warps, for the shuffles.
 Launch launch_of(const Columns& r, const Problem& p, const Tree& tree) {
   const std::int64_t nodes = (kUnitLeaves + 2) * r.columns * r.width;
   return {p.samples * tree.spatial_units * r.slabs,
           static_cast<int>(divide_up(r.columns * r.lanes, kLanes) * kLanes), 1,
-          static_cast<int>(nodes * kNodeBytes)};
+          static_cast<int>(nodes * kNodeBytes) + kChannelLevels * 8};
 }
 
 // What the blocks that reduce cost, in leaves' micro-batches of a thread: in as many waves as they need, each
@@ -248,6 +248,11 @@ std::vector<Plan> legal_plans(const Problem& problem, const DeviceInfo& device) 
   };
   for (const int warps : {0, 1, 2, 4, 8, 16}) add({.on_chip = {.warps = warps}});
   for (const int warps : {1, 4}) add({.on_chip = {.warps = warps, .units = 2}});
+  if (problem.layout == Layout::channels_last)
+    for (const int width : {4, 8})
+      for (const bool together : {false, true})
+        for (const int warps : {1, 4, 10, 16})
+          add({.on_chip = {.warps = warps, .width = width, .together = together}});
   for (const int warps : {1, 2}) add({.warps = warps, .on_chip = {.warps = 0}});
   for (const int channels : {4, 32, 256})
     for (const int lanes : {4, 32})
@@ -270,6 +275,9 @@ void require_legal(const Plan& plan, const DeviceInfo& device) {
       throw Unsupported("group_norm: " + std::string(kernel) + " needs clusters of at most " +
                         std::to_string(device.largest_cluster) + " blocks on this device, got " +
                         std::to_string(l.cluster));
+    if (l.together && !device.runs_together)
+      throw Unsupported("group_norm: " + std::string(kernel) +
+                        " needs a device that runs all blocks of a launch together, got one that cannot");
     if (l.threads() > 1024 || l.shared_bytes > static_cast<int>(device.shared_per_block_optin))
       throw Unsupported("group_norm: " + std::string(kernel) + " needs at most 1024 threads and " +
                         std::to_string(device.shared_per_block_optin) +
@@ -295,8 +303,9 @@ std::ostream& operator<<(std::ostream& out, const Plan& p) {
     out << "contiguous: " << p.runs.warps << " warps, " << p.runs.leaves_per_unit << " leaves a unit, "
         << (p.runs.full_leaves ? "full leaves" : "leaves");
   for (const auto& [name, chip] : {std::pair{"forward", p.forward_on_chip}, {"backward", p.backward_on_chip}})
-    if (chip.cluster > 0) {
-      out << ", " << name << " on chip by " << chip.cluster << " blocks of " << chip.warps << " warps, ";
+    if (chip.blocks > 0) {
+      out << ", " << name << " on chip by " << chip.blocks << (chip.together ? " meeting" : "")
+          << " blocks of " << chip.warps << " warps, ";
       if (chip.columns > 0) out << chip.columns << " columns of ";
       out << chip.units << " units";
     }

@@ -25,7 +25,8 @@ struct DeviceInfo {
   std::size_t shared_per_sm = 0;
   std::size_t shared_per_block_optin = 0;
   std::size_t l2_bytes = 0;
-  int largest_cluster = 1;  // blocks of 512 threads, a power of two
+  int largest_cluster = 1;     // blocks of 512 threads, a power of two
+  bool runs_together = false;  // cooperative launches
 
   bool operator==(const DeviceInfo&) const = default;
 };
@@ -34,7 +35,8 @@ struct Launch {
   std::int64_t blocks = 0;
   int threads_x = 1, threads_y = 1;
   int shared_bytes = 0;
-  int cluster = 1;  // blocks in a row that exchange messages; divides `blocks`
+  int cluster = 1;        // blocks in a row that exchange messages; divides `blocks`
+  bool together = false;  // all blocks run at once, so that each may wait for all
 
   int threads() const { return threads_x * threads_y; }
   bool operator==(const Launch&) const = default;
@@ -75,18 +77,24 @@ struct Sweep {
   bool operator==(const Sweep&) const = default;
 };
 
-// A group stays in the registers of the blocks of a cluster, or of one block: x, and dy, are read once. A
-// block keeps an aligned part of the group's tree. contiguous: each warp one unit or two. channels_last: a
-// cluster has a slab of whole groups of one sample, and a thread one leaf of a vector of its channels.
+// A group stays in the registers of one block or of several: x, and dy, are read once. A block keeps an
+// aligned part of the group's tree. contiguous: each warp one unit or two. channels_last: the blocks have a
+// slab of whole groups of one sample, and a thread one leaf of a vector of its channels.
 struct OnChip {
-  int cluster = 0;  // blocks of a group or slab; 0: no group stays
-  int warps = 0;    // of a block; contiguous: a power of two
-  int columns = 0;  // channels_last: vectors of a slab
+  int blocks = 0;         // of a group or slab; 0: no group stays
+  bool together = false;  // they are no cluster: all blocks of the launch run at once, and meet once
+  int warps = 0;          // of a block; contiguous: a power of two
+  int width = 0;          // channels_last: channels of a vector
+  int columns = 0;        // channels_last: vectors of a slab
   int units = 1;  // contiguous: of a warp, 2 only in 16-bit forward where units are whole; channels_last: of
                   // a block, a power of two up to kMaxOnChipUnits
 
   bool operator==(const OnChip&) const = default;
 };
+
+// Backward: whether blocks that meet sum the parameters' gradients over the samples too. Each sample costs a
+// trip to L2, a launch of its own two microseconds.
+inline bool sums_samples(const OnChip& chip, std::int64_t samples) { return chip.together && samples <= 4; }
 
 struct Plan {
   // Where these serve, the sweeps serve only what is misaligned, or asks for parameter gradients alone.
@@ -141,6 +149,7 @@ constexpr int kColumnThreads = 256;  // channels_last: at most, of a block
 constexpr int kTileThreads =
     256;  // contiguous: of a block of an element-wise sweep, four vectors each: fewer leave
 constexpr int kTileVectors = 4;    // what a thread does once dearer than its elements
+constexpr int kChannelLevels = 8;  // channels_last: of the tree over a unit's channels
 constexpr int kColumnWidth = 4;    // channels_last: channels of a thread, but for the statistics
 constexpr int kUnitsOfThread = 8;  // backward: of a channel, merged by one thread
 constexpr int kRowThreads = 256;   // backward: of a block that makes rows
@@ -148,6 +157,9 @@ constexpr int kRowThreads = 256;   // backward: of a block that makes rows
 // channels_last: the threads of an SM that the registers of the kernels that reduce are for.
 constexpr int statistics_threads(int width) { return width == 8 ? 512 : 640; }
 constexpr int sums_threads(int bytes) { return bytes == 8 ? 384 : 512; }  // of a value of x and one of dy
+// On chip, for vectors of `bytes`; fitted: to compute capability 9.0.
+constexpr int slab_threads(int bytes, bool fitted) { return bytes > 8 ? 640 : fitted ? 1024 : 768; }
+constexpr int slab_gradient_threads(bool fitted) { return fitted ? 640 : 512; }
 
 // Workspaces depend on the problem alone.
 struct ForwardWorkspace {

@@ -23,7 +23,7 @@ OnChip make_on_chip(std::int64_t items, int warps, int units, const DeviceInfo& 
   while (warps > 1 && warps * units > items) warps /= 2;
   const std::int64_t cluster = divide_up(items, warps * units);
   if (cluster > device.largest_cluster || cluster * warps * units != items) return {};
-  return {static_cast<int>(cluster), warps, 0, units};
+  return {static_cast<int>(cluster), false, warps, 0, 0, units};
 }
 
 // Small blocks share an SM, and wait for less; a cluster has at most 16. us of H200, 2026-11-30, without an
@@ -50,7 +50,7 @@ OnChip choose_groups(std::int64_t items, const Problem& p, bool backward, const 
   const std::int64_t bytes = p.elements() * static_cast<std::int64_t>(size_of(p.x));
   if (!narrow) return make_on_chip(items, 2, 1, device);
   const OnChip four = make_on_chip(items, 4, 1, device);
-  if (four.cluster > 0) return four;
+  if (four.blocks > 0) return four;
   if (backward && bytes > 4 * MiB && bytes <= 32 * MiB) return {};
   if (!backward && bytes > 4 * MiB) return make_on_chip(items, 4, 2, device);
   return make_on_chip(items, 8, 1, device);
@@ -73,41 +73,97 @@ std::int64_t slab_on_chip(const Problem& p, const Tree& tree, int width) {
   return 0;
 }
 
-// channels_last: as few units a block as one cluster allows.
+int gradient_width(const Problem& p) {
+  return std::min(vector_width(p), 16 / static_cast<int>(size_of(p.y)));
+}
+
+Launch launch_of_slabs(const Problem& p, const OnChip& chip, bool backward) {
+  if (chip.blocks == 0) return {};
+  const Slabs slabs = make_slabs(dimensions_of(p), chip);
+  Launch l{p.samples * (p.channels / slabs.channels) * chip.blocks, chip.warps * kLanes, 1,
+           slab_memory(slabs, backward ? chip.width * static_cast<int>(size_of(p.y)) : 0).bytes};
+  l.cluster = chip.together ? 1 : chip.blocks;
+  l.together = chip.together;
+  return l;
+}
+
+// Blocks of an SM.
+std::int64_t resident(const Problem& p, const OnChip& chip, bool backward, const DeviceInfo& device) {
+  constexpr std::size_t kOfSystem = 1024;  // shared memory, of a block
+  const Launch l = launch_of_slabs(p, chip, backward);
+  const bool fitted = device.major == 9;
+  const int threads = backward ? slab_gradient_threads(fitted)
+                               : slab_threads(chip.width * static_cast<int>(size_of(p.x)), fitted);
+  const std::size_t by_shared = device.shared_per_sm / (static_cast<std::size_t>(l.shared_bytes) + kOfSystem);
+  return std::min<std::int64_t>(threads / l.threads(), static_cast<std::int64_t>(by_shared));
+}
+
+// Whether a device that runs nothing else starts all blocks at once. Of an H200's 132 SMs, clusters of 8
+// reach 120.
+bool starts_at_once(const Problem& p, const OnChip& chip, bool backward, const DeviceInfo& device) {
+  const Launch l = launch_of_slabs(p, chip, backward);
+  const std::int64_t places = l.cluster == 1 ? device.sms : device.sms * 10 / 11 / l.cluster * l.cluster;
+  return l.blocks <= places * resident(p, chip, backward, device);
+}
+
+// channels_last: as few units a block as allowed, with `wanted_warps` or more if there are.
+OnChip make_slabs_on_chip(const Problem& p, const Tree& tree, int width, bool together, int wanted_warps,
+                          bool backward, const DeviceInfo& device) {
+  const std::int64_t slab = slab_on_chip(p, tree, width);
+  if (slab == 0 || slab / width > kMaxOnChipWarps * kLanes) return {};
+  OnChip chip{1, together, 0, width, static_cast<int>(slab / width), 1};
+  const Dimensions d = dimensions_of(p);
+  const auto warps = [&] { return divide_up(make_slabs(d, chip).leaves * chip.columns, kLanes); };
+  const auto blocks = [&] { return divide_up(tree.spatial_units, chip.units); };
+  const std::int64_t most_blocks = together ? kLanes : device.largest_cluster;
+  while (chip.units < kMaxOnChipUnits && blocks() > 1 && (blocks() > most_blocks || warps() < wanted_warps))
+    chip.units *= 2;
+  if (blocks() > most_blocks || warps() > kMaxOnChipWarps) return {};
+  chip.blocks = static_cast<int>(blocks());
+  chip.together = together && chip.blocks > 1;
+  chip.warps = static_cast<int>(warps());
+  const Launch l = launch_of_slabs(p, chip, backward);
+  if (l.shared_bytes > static_cast<int>(device.shared_per_block_optin)) return {};
+  if (chip.together && !(device.runs_together && starts_at_once(p, chip, backward, device))) return {};
+  return chip;
+}
+
+// channels_last. us of H200, 2026-12-01, 16-bit values, no activation, kernels alone: clusters, blocks that
+// meet, sweeps.
+//   forward   sd15-640x32 7.6, 8.2, 9.3   sdxl-1280x32 9.6, 10.1, 12.8   sdxl-2560x32 16.3, 13.9, 16.0
+//             sdxl-640x64 18.4, 13.8, 16.7   sdxl-1920x32 18.4, 11.8, 15.5   unet3d-1024 21.0, 11.8, 17.6
+//   backward  sd15-640x32 11.4, 11.0, 11.7   sdxl-1280x32 14.8, 13.5, 16.3   sdxl-2560x32 24.4, 19.4, 22.9
+//             sdxl-640x64 26.4, 20.7, 23.0   sdxl-1920x32 26.8, 16.5, 20.1   unet3d-1024 28.4, 16.6, 22.1
+// Blocks of a cluster exchange sooner, but need SMs of one GPC at once: where not all clusters start
+// together, the last ones wait for SMs of which most have ended. Small blocks overlap then: (32, 320, 32,
+// 32), in two waves of four blocks an SM, 25.4 and 27.9 by sweeps; sdxl-2560x32 in fp32, two blocks an
+// SM, 24.7 and 22.1.
 OnChip choose_slabs(const Problem& p, const Tree& tree, int width, bool backward, const DeviceInfo& device,
                     const OnChipChoice& choice) {
   // A thread keeps one micro-batch, which is a leaf of up to 8192 positions.
   if (choice.warps == 0 || tree.leaf_positions != kMicroBatchRows || tree.channel_units != 1 ||
       p.samples * p.channels * kMaxCluster > kGridLimit)
     return {};
-  const std::int64_t slab = slab_on_chip(p, tree, width);
-  if (slab == 0 || slab / width > kMaxOnChipWarps * kLanes) return {};
-  const int wanted = choice.warps < 0 ? 4 : choice.warps;
-  OnChip chip{1, 0, static_cast<int>(slab / width), 1};
-  const Dimensions d = dimensions_of(p);
-  const auto warps = [&] { return divide_up(make_slabs(d, chip, width).leaves * chip.columns, kLanes); };
-  const auto cluster = [&] { return divide_up(tree.spatial_units, chip.units); };
-  while (chip.units < kMaxOnChipUnits && cluster() > 1 &&
-         (cluster() > device.largest_cluster || warps() < wanted))
-    chip.units *= 2;
-  if (cluster() > device.largest_cluster || warps() > kMaxOnChipWarps) return {};
-  // us of H200, 2026-12-01, bf16, by these blocks and by the sweeps. 5 warps: sdxl-1280x32 forward 9.1, 13.2,
-  // backward 13.5, 16.2; sdxl-2560x32 15.7, 17.5 and 24.3, 23.1. 10 to 16 warps: sdxl-640x64 18.5, 17.3 and
-  // 32.4, 22.8; sdxl-1920x32 18.7, 16.8 and 26.1, 20.2; unet3d-1024 20.4, 18.8 and 26.7, 21.7; sd15-320x64,
-  // of 5 MiB, 11.0, 13.5 and 21.2, 16.5; unet3d-2048, of 2 MiB, 9.3, 16.5 and 10.4, 11.0.
-  const std::int64_t bytes = p.elements() * static_cast<std::int64_t>(size_of(p.x));
-  const std::int64_t most = backward ? (warps() > 8 ? 3 : 8) : (warps() > 8 ? 6 : 12);  // MiB
-  if (choice.warps < 0 && bytes > most << 20) return {};
-  chip.cluster = static_cast<int>(cluster());
-  chip.warps = static_cast<int>(warps());
-  return chip;
-}
-
-Launch launch_of_slabs(const Problem& p, const OnChip& chip, int width, bool backward) {
-  if (chip.cluster == 0) return {};
-  const Slabs slabs = make_slabs(dimensions_of(p), chip, width);
-  return {p.samples * (p.channels / slabs.channels) * chip.cluster, chip.warps * kLanes, 1,
-          slab_memory(slabs, backward).bytes, chip.cluster};
+  const auto make = [&](int of_vector, bool together, int warps) {
+    return make_slabs_on_chip(p, tree, of_vector, together, warps, backward, device);
+  };
+  if (choice.warps > 0) {
+    const bool narrower = !backward && choice.width > 0;
+    return make(narrower ? std::min(width, choice.width) : width, choice.together, choice.warps);
+  }
+  const OnChip cluster = make(width, false, 4);
+  // Few threads wait for what each does alone. Vectors of 8 and of 4: sd15-1280x8 6.2, 4.8; (32, 256, 14, 14)
+  // 9.0, 7.7; (64, 512, 16, 16), in two waves, 17.2, 18.1; sdxl-1280x32, of clusters of 8, 9.6, 10.7.
+  if (!backward && width == 8 && cluster.blocks > 0 && cluster.blocks <= 2)
+    if (const OnChip narrow = make(4, false, 4);
+        narrow.blocks > 0 && starts_at_once(p, narrow, backward, device))
+      return narrow;
+  const bool fast = cluster.blocks > 0 && cluster.blocks <= (backward ? 4 : kPortableCluster);
+  if (fast && starts_at_once(p, cluster, backward, device)) return cluster;
+  if (const OnChip meeting = make(width, true, backward ? 9 : 8); meeting.blocks > 0) return meeting;
+  constexpr int kOverlapping = 4;  // blocks of an SM
+  if (cluster.blocks > kPortableCluster || cluster.blocks == 0) return {};
+  return resident(p, cluster, backward, device) >= kOverlapping ? cluster : OnChip{};
 }
 
 }  // namespace
@@ -116,17 +172,16 @@ void choose_on_chip(Plan& plan, const Problem& p, const DeviceInfo& device, cons
   const Tree tree = tree_of(p);
   if (p.layout == Layout::channels_last) {
     plan.forward_on_chip = choose_slabs(p, tree, vector_width(p), false, device, choice);
-    plan.group = launch_of_slabs(p, plan.forward_on_chip, vector_width(p), false);
-    const int width = std::min(vector_width(p), 16 / static_cast<int>(size_of(p.y)));
-    plan.backward_on_chip = choose_slabs(p, tree, width, true, device, choice);
-    plan.group_gradient = launch_of_slabs(p, plan.backward_on_chip, width, true);
+    plan.group = launch_of_slabs(p, plan.forward_on_chip, false);
+    plan.backward_on_chip = choose_slabs(p, tree, gradient_width(p), true, device, choice);
+    plan.group_gradient = launch_of_slabs(p, plan.backward_on_chip, true);
     return;
   }
   const std::int64_t groups = p.samples * p.groups;
   if (!has_whole_units(tree) || groups * kMaxCluster > kGridLimit) return;
   const auto launch_of = [&](const OnChip& chip) {
-    Launch l{groups * chip.cluster, chip.warps * kLanes};
-    l.cluster = std::max(1, chip.cluster);
+    Launch l{groups * chip.blocks, chip.warps * kLanes};
+    l.cluster = std::max(1, chip.blocks);
     return l;
   };
   plan.forward_on_chip = choose_groups(tree.roots(), p, false, device, choice);

@@ -10,6 +10,8 @@ namespace steadynorm::cuda {
 struct OnChipChoice {
   int warps = -1;  // of a block; 0: no group stays on chip
   int units = 1;   // contiguous: of a warp; only if warps is positive
+  int width = 0;   // channels_last, only if warps is positive: channels of a vector; 0: as many as 16 bytes
+  bool together = false;  // channels_last, only if warps is positive
 };
 
 // Values in 16 bytes of x.

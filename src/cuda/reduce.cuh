@@ -7,6 +7,16 @@
 
 namespace steadynorm::cuda {
 
+// Threads of an SM that registers are for: fitted on compute capability 9.0, fewer elsewhere, where the same
+// code takes some more registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+constexpr bool kFitted = false;
+#else
+constexpr bool kFitted = true;
+#endif
+
+constexpr int threads_of_sm(int fitted, int others) { return kFitted ? fitted : others; }
+
 __device__ __forceinline__ ChannelSums shuffle_down(const ChannelSums& sums, int step) {
   return {shuffle_down(sums.dz, step), shuffle_down(sums.dz_normalized, step)};
 }

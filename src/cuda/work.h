@@ -146,28 +146,33 @@ STEADYNORM_HD SlabUnit slab_unit(const Dimensions& d, const Columns& columns, st
 // is the work of `columns` threads in a row.
 struct Slabs {
   int channels, groups;  // of a slab
+  int width;             // channels of a column
   int columns, leaves;   // leaves: of a block, the last absent where the volume ends before
   int units, unit_shift;
   int channel_shift;  // a group's channels are padded to 2^channel_shift with absent ones
-  int cluster;
-  Divisor by_cluster, by_slabs, by_columns, by_channels, by_D;
+  int blocks;         // of a slab
+  bool together, sums_samples;
+  Divisor by_blocks, by_slabs, by_columns, by_channels, by_D;
 };
 
-inline Slabs make_slabs(const Dimensions& d, const OnChip& chip, int width) {
+inline Slabs make_slabs(const Dimensions& d, const OnChip& chip) {
   const auto shift = [](std::int64_t n) {
     return std::countr_zero(static_cast<unsigned>(power_of_two_from(n)));
   };
   Slabs r{};
   r.columns = chip.columns;
-  r.channels = chip.columns * width;
+  r.width = chip.width;
+  r.channels = chip.columns * chip.width;
   r.groups = static_cast<int>(r.channels / d.D);
   r.units = chip.units;
   r.unit_shift = shift(chip.units);
   r.channel_shift = shift(d.D);
-  r.cluster = chip.cluster;
+  r.blocks = chip.blocks;
+  r.together = chip.together;
+  r.sums_samples = sums_samples(chip, d.N) && d.N > 1;
   const std::int64_t leaves = divide_up(d.S, d.tree.leaf_positions);
   r.leaves = static_cast<int>(chip.units == 1 && leaves < kUnitLeaves ? leaves : chip.units * kUnitLeaves);
-  r.by_cluster = Divisor(chip.cluster);
+  r.by_blocks = Divisor(chip.blocks);
   r.by_slabs = Divisor(d.C / r.channels);
   r.by_columns = Divisor(chip.columns);
   r.by_channels = Divisor(r.channels);
@@ -177,7 +182,7 @@ inline Slabs make_slabs(const Dimensions& d, const OnChip& chip, int width) {
 
 struct SlabLeaf {
   std::int64_t n, channel;  // the slab's first
-  int rank;                 // of the block in its cluster
+  int rank;                 // of the block in its slab
   int leaf, column;         // of the block; a leaf beyond all is of a thread that only fills a warp
   std::int64_t position;    // of the leaf's first row
   int rows;                 // 0: the leaf is absent
@@ -185,10 +190,10 @@ struct SlabLeaf {
 
 STEADYNORM_HD SlabLeaf slab_leaf(const Dimensions& d, const Slabs& slabs, unsigned block, unsigned thread) {
   SlabLeaf r;
-  const std::uint32_t cluster = slabs.by_cluster.quotient(block), n = slabs.by_slabs.quotient(cluster);
-  r.rank = static_cast<int>(block) - static_cast<int>(cluster) * slabs.cluster;
+  const std::uint32_t slab = slabs.by_blocks.quotient(block), n = slabs.by_slabs.quotient(slab);
+  r.rank = static_cast<int>(block) - static_cast<int>(slab) * slabs.blocks;
   r.n = n;
-  r.channel = (cluster - n * static_cast<std::uint32_t>(slabs.by_slabs.divisor)) *
+  r.channel = (slab - n * static_cast<std::uint32_t>(slabs.by_slabs.divisor)) *
               static_cast<std::int64_t>(slabs.channels);
   r.leaf = static_cast<int>(slabs.by_columns.quotient(thread));
   r.column = static_cast<int>(thread) - r.leaf * slabs.columns;
@@ -202,11 +207,13 @@ STEADYNORM_HD SlabLeaf slab_leaf(const Dimensions& d, const Slabs& slabs, unsign
 
 // Where a block's shared memory holds what: offsets in bytes.
 struct SlabMemory {
-  int slots;         // two words: forward of each block and group, backward of each block and channel
+  int slots;         // of a cluster: two words of each block and group, backward of each block and channel
+  int dy;            // backward: of each thread's leaf
   int leaves;        // two sums of each leaf and channel
   int roots;         // of each unit and channel: two words, backward two floats
-  int nodes;         // of the runs of 32 lanes that merge a group's items
+  int nodes;         // forward: of each unit and group; backward: of the runs of 32 channels of a group
   int pivots;        // forward: of each unit and channel
+  int shares;        // forward: of the levels of a group's channels
   int parameters;    // forward: weight and bias
   int sums;          // backward: weighted, of each channel
   int coefficients;  // of each channel
@@ -214,7 +221,9 @@ struct SlabMemory {
   int bytes;
 };
 
-inline SlabMemory slab_memory(const Slabs& s, bool backward) {
+// dy_bytes: of a column's vector; 0: forward.
+inline SlabMemory slab_memory(const Slabs& s, int dy_bytes) {
+  const bool backward = dy_bytes > 0;
   SlabMemory r{};
   int end = 16;  // the count of what has arrived
   const auto take = [&](int items, int bytes) {
@@ -222,12 +231,15 @@ inline SlabMemory slab_memory(const Slabs& s, bool backward) {
     end += (items * bytes + 15) / 16 * 16;
     return begin;
   };
-  const int items = (backward ? 1 : s.units) << s.channel_shift, of_units = s.units * s.channels;
-  r.slots = take(s.cluster * (backward ? s.channels : s.groups), 16);
+  const int items = 1 << s.channel_shift, of_units = s.units * s.channels;
+  r.slots = take(s.together ? 0 : s.blocks * (backward ? s.channels : s.groups), 16);
+  const int threads = static_cast<int>(divide_up(s.leaves * s.columns, kLanes) * kLanes);
+  r.dy = take(threads * kMicroBatchRows, dy_bytes);
   r.leaves = take(s.leaves * s.channels, backward ? 8 : 16);
   r.roots = take(of_units, backward ? 8 : 16);
-  r.nodes = take(s.groups * (items > kLanes ? items / kLanes : 1), backward ? 16 : 24);
+  r.nodes = take(s.groups * (!backward ? s.units : items > kLanes ? items / kLanes : 1), 16);
   r.pivots = backward ? 0 : take(of_units, 4);
+  r.shares = backward ? 0 : take(kChannelLevels, 8);
   r.parameters = backward ? 0 : take(s.channels, 8);
   r.sums = backward ? take(s.channels, 16) : 0;
   r.coefficients = take(s.channels, backward ? 32 : 16);

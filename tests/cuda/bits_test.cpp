@@ -109,16 +109,16 @@ TEST_F(CudaBits, OfManyLeavesAWarpAreTheCpus) {
 // channels_last groups that stay on chip: one unit and several, by one block and by a cluster, groups that
 // share a vector, that are a vector, and that several warps merge; ragged leaves, and units with few.
 TEST_F(CudaBits, OfSlabsOnChipAreTheCpus) {
-  const std::int64_t sizes[][4] = {{2, 160, 16, 64}, {1, 80, 8, 300},  {2, 80, 2, 261},
-                                   {1, 256, 1, 130}, {1, 64, 64, 129}, {1, 60, 1, 2001},
-                                   {2, 64, 1, 1024}, {1, 8, 2, 8192},  {3, 96, 8, 35}};
+  const std::int64_t sizes[][4] = {{2, 160, 16, 64}, {1, 80, 8, 300},  {2, 80, 2, 261},  {1, 256, 1, 130},
+                                   {1, 64, 64, 129}, {1, 60, 1, 2001}, {2, 64, 1, 1024}, {1, 8, 2, 8192},
+                                   {3, 96, 8, 35},   {3, 80, 8, 700},  {5, 64, 2, 270}};
   const DType types[][2] = {{DType::bfloat16, DType::bfloat16},
                             {DType::float16, DType::float32},
                             {DType::float32, DType::float32},
                             {DType::float32, DType::bfloat16}};
   const Kind kinds[] = {Kind::normal, Kind::offset_1e5, Kind::huge, Kind::tiny, Kind::constant};
   std::uint64_t seed = 700;
-  int on_chip = 0;
+  int on_chip = 0, meeting = 0;
   for (const auto& size : sizes)
     for (const auto& type : types) {
       Problem p = make_problem(size[0], size[1], size[2], size[3], Layout::channels_last, type[0]);
@@ -130,14 +130,15 @@ TEST_F(CudaBits, OfSlabsOnChipAreTheCpus) {
       const Backward gradients = run_backward(p, in, expected.statistics);
       const DeviceInputs inputs(in);
       for (const cuda::Plan& plan : cuda::legal_plans(p, cuda::current_device())) {
-        if (plan.forward_on_chip.cluster == 0) continue;
+        if (plan.forward_on_chip.blocks == 0) continue;
         std::ostringstream name;
         name << describe(p) << ", " << to_string(kind) << ", " << plan;
         const DeviceForward f(p, inputs);
         cuda::forward(plan, p, f.arguments, nullptr);
         expect_same(name.str(), p, f.read(p), expected);
         ++on_chip;
-        if (plan.backward_on_chip.cluster == 0 || kind == Kind::huge) continue;  // NaN, as above
+        meeting += plan.forward_on_chip.together + plan.backward_on_chip.together;
+        if (plan.backward_on_chip.blocks == 0 || kind == Kind::huge) continue;  // NaN, as above
         const DeviceBackward b(p, inputs, expected.statistics);
         cuda::backward(plan, p, b.arguments, nullptr);
         expect_same(name.str(), b.read(p), gradients);
@@ -145,6 +146,7 @@ TEST_F(CudaBits, OfSlabsOnChipAreTheCpus) {
       if (HasFailure()) return;
     }
   EXPECT_GE(on_chip, 30);
+  EXPECT_GE(meeting, 30);
 }
 
 // What is absent from a tree is not added: a sum of -0 stays -0. Leaves, units, blocks and channels that are

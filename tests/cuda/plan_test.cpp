@@ -31,7 +31,8 @@ DeviceInfo device(const char* name, int major, int sms, std::size_t shared_per_s
           shared_per_sm,
           shared_per_block,
           std::size_t{50} << 20,
-          major < 9 ? 1 : 16};
+          major < 9 ? 1 : 16,
+          true};
 }
 
 const DeviceInfo kDevices[] = {device("A100", 8, 108, 167936, 166912), device("H200", 9, 132, 233472, 232448),
@@ -122,13 +123,14 @@ void expect_on_chip_covers(const Problem& p, const Plan& plan) {
   const Tree tree = tree_of(p);
   for (const auto& [chip, launch] :
        {std::pair{plan.forward_on_chip, plan.group}, std::pair{plan.backward_on_chip, plan.group_gradient}}) {
-    if (chip.cluster == 0) continue;
+    if (chip.blocks == 0) continue;
     ASSERT_TRUE(has_whole_units(tree)) << describe(p);
-    EXPECT_EQ(chip.cluster * chip.warps * chip.units, tree.roots()) << describe(p);
-    EXPECT_EQ(launch.cluster, chip.cluster) << describe(p);
-    EXPECT_EQ(launch.blocks, p.samples * p.groups * chip.cluster) << describe(p);
+    EXPECT_EQ(chip.blocks * chip.warps * chip.units, tree.roots()) << describe(p);
+    EXPECT_FALSE(chip.together) << describe(p);
+    EXPECT_EQ(launch.cluster, chip.blocks) << describe(p);
+    EXPECT_EQ(launch.blocks, p.samples * p.groups * chip.blocks) << describe(p);
   }
-  if (plan.forward_on_chip.cluster == 0) return;
+  if (plan.forward_on_chip.blocks == 0) return;
   const int shift = std::countr_zero(static_cast<std::uint64_t>(tree.channels));
   std::set<std::int64_t> units;
   for (int item = 0; item < tree.roots(); ++item) units.insert(whole_item(item, shift, tree.positions));
@@ -139,16 +141,22 @@ void expect_on_chip_covers(const Problem& p, const Plan& plan) {
 
 // On chip: the threads of all blocks cover each leaf of each vector of channels once, slabs are whole groups,
 // and their rows 128 bytes or more of whole sectors of 32, except where a slab is all channels.
-void expect_slabs_on_chip_cover(const Problem& p, const OnChip& chip, const Launch& launch, int width,
-                                bool backward) {
-  if (chip.cluster == 0) return;
+void expect_slabs_on_chip_cover(const Problem& p, const OnChip& chip, const Launch& launch, bool backward) {
+  if (chip.blocks == 0) return;
   const Dimensions d = dimensions_of(p);
-  const Slabs slabs = make_slabs(d, chip, width);
+  const Slabs slabs = make_slabs(d, chip);
+  const int width = chip.width, narrowest = 16 / static_cast<int>(std::max(size_of(p.x), size_of(p.y)));
+  if (backward)
+    EXPECT_EQ(width, narrowest) << describe(p);
+  else
+    EXPECT_TRUE(width == 4 || width == 16 / static_cast<int>(size_of(p.x))) << describe(p);
   EXPECT_LE(launch.threads(), 512) << describe(p);
   EXPECT_GE(launch.threads(), 64) << describe(p);
   EXPECT_EQ(launch.threads() % kLanes, 0) << describe(p);
-  EXPECT_EQ(launch.cluster, chip.cluster) << describe(p);
-  EXPECT_EQ(launch.shared_bytes, slab_memory(slabs, backward).bytes) << describe(p);
+  EXPECT_EQ(launch.together, chip.together) << describe(p);
+  EXPECT_EQ(launch.cluster, chip.together ? 1 : chip.blocks) << describe(p);
+  const int dy_bytes = backward ? width * static_cast<int>(size_of(p.y)) : 0;
+  EXPECT_EQ(launch.shared_bytes, slab_memory(slabs, dy_bytes).bytes) << describe(p);
   ASSERT_EQ(slabs.groups * d.D, slabs.channels) << describe(p);
   ASSERT_EQ(p.channels % slabs.channels, 0) << describe(p);
   if (slabs.channels < p.channels) {
@@ -164,7 +172,7 @@ void expect_slabs_on_chip_cover(const Problem& p, const OnChip& chip, const Laun
   for (std::int64_t b = 0; b < launch.blocks; ++b)
     for (int t = 0; t < launch.threads(); ++t) {
       const SlabLeaf at = slab_leaf(d, slabs, static_cast<unsigned>(b), static_cast<unsigned>(t));
-      EXPECT_EQ(at.rank, b % chip.cluster);
+      EXPECT_EQ(at.rank, b % chip.blocks);
       if (at.rows == 0) continue;
       ASSERT_LT(at.leaf, slabs.leaves) << describe(p);
       ASSERT_EQ(at.position / kMicroBatchRows % kUnitLeaves, at.leaf % kUnitLeaves) << describe(p);
@@ -219,10 +227,8 @@ TEST(CudaPlan, CoversEveryUnitOnce) {
       if (p.layout == Layout::channels_last) {
         expect_slabs_cover(p, plan.columns, plan.statistics, true);
         expect_slabs_cover(p, plan.sum_columns, plan.sums, false);
-        const int width = 16 / static_cast<int>(size_of(p.x));
-        expect_slabs_on_chip_cover(p, plan.forward_on_chip, plan.group, width, false);
-        const int gradient_width = std::min(width, 16 / static_cast<int>(size_of(p.y)));
-        expect_slabs_on_chip_cover(p, plan.backward_on_chip, plan.group_gradient, gradient_width, true);
+        expect_slabs_on_chip_cover(p, plan.forward_on_chip, plan.group, false);
+        expect_slabs_on_chip_cover(p, plan.backward_on_chip, plan.group_gradient, true);
       } else if (p.elements() < 20000000) {
         expect_contiguous_units_cover(p, plan);
         expect_on_chip_covers(p, plan);
@@ -240,34 +246,68 @@ TEST(CudaPlan, KeepsSmallGroupsOnChip) {
     Problem p = c.problem;
     p.x = p.y = DType::bfloat16;
     const Plan plan = choose_plan(p, kDevices[1]);
-    if (p.layout == Layout::contiguous && plan.forward_on_chip.cluster > 0) kept += c.name + " ";
-    EXPECT_LE(choose_plan(p, kDevices[0]).forward_on_chip.cluster, 1) << c.name;  // no clusters there
+    if (p.layout == Layout::contiguous && plan.forward_on_chip.blocks > 0) kept += c.name + " ";
+    EXPECT_LE(choose_plan(p, kDevices[0]).group.cluster, 1) << c.name;  // A100 has none
   }
   EXPECT_EQ(kept, "liger-a liger-b liger-c liger-d liger-e vae-512x128-nchw ");
 }
 
+// As measured: clusters where they start at once, and other cases of up to 10 MiB by blocks that meet.
 TEST(CudaPlan, KeepsSmallChannelsLastCasesOnChip) {
-  std::map<std::string, std::string> slabs;  // channels of a slab and blocks of a cluster
+  const auto text = [](const OnChip& chip) {
+    if (chip.blocks == 0) return std::string("-");
+    return std::to_string(chip.width * chip.columns) + " x " + std::to_string(chip.blocks) +
+           (chip.together ? " meeting" : "");
+  };
+  std::map<std::string, std::string> slabs;  // channels of a slab and its blocks, forward and backward
   for (const Case& c : named_cases()) {
     Problem p = c.problem;
+    if (p.layout != Layout::channels_last) continue;
     p.x = p.y = DType::bfloat16;
     const Plan plan = choose_plan(p, kDevices[1]);
-    const OnChip& chip = plan.forward_on_chip;
-    if (p.layout != Layout::channels_last || chip.cluster == 0) continue;
-    slabs[c.name] = std::to_string(8 * chip.columns) + " x " + std::to_string(chip.cluster);
+    slabs[c.name] = text(plan.forward_on_chip) + ", " + text(plan.backward_on_chip);
     const std::vector<Plan> plans = legal_plans(p, kDevices[1]);
     EXPECT_TRUE(std::any_of(plans.begin(), plans.end(), [](const Plan& other) {
-      return other.forward_on_chip.cluster + other.backward_on_chip.cluster == 0;
+      return other.forward_on_chip.blocks + other.backward_on_chip.blocks == 0;
     })) << c.name;
   }
-  const std::map<std::string, std::string> expected = {{"sdxl-1280x32", "80 x 8"},
-                                                       {"sdxl-2560x32", "80 x 8"},
-                                                       {"sd15-320x64", "80 x 16"},
-                                                       {"sd15-640x32", "80 x 8"},
-                                                       {"sd15-1280x16", "80 x 2"}};
+  const std::map<std::string, std::string> expected = {{"sdxl-1280x32", "80 x 8, 80 x 4 meeting"},
+                                                       {"sdxl-2560x32", "80 x 4 meeting, 80 x 4 meeting"},
+                                                       {"sdxl-1920x32", "240 x 8 meeting, 240 x 8 meeting"},
+                                                       {"sdxl-640x64", "80 x 16 meeting, 80 x 16 meeting"},
+                                                       {"sd15-320x64", "80 x 16 meeting, 80 x 16 meeting"},
+                                                       {"unet3d-1024", "128 x 32 meeting, 128 x 16 meeting"},
+                                                       {"sd15-640x32", "80 x 8, 80 x 4 meeting"},
+                                                       {"sd15-1280x16", "80 x 2, 80 x 2"},
+                                                       {"sd15-1280x8", "80 x 1, 80 x 1"},
+                                                       {"unet3d-64", "-, -"},
+                                                       {"sdxl-960x64", "-, -"}};
   for (const auto& [name, slab] : expected) EXPECT_EQ(slabs[name], slab) << name;
-  for (const char* name : {"unet3d-64", "unet3d-1024", "sdxl-640x64", "sdxl-1920x32"})
-    EXPECT_EQ(slabs.count(name), 0u) << name;
+}
+
+// All blocks that meet have a place at once, by registers and by shared memory, on every device.
+TEST(CudaPlan, BlocksThatMeetRunTogether) {
+  int meeting = 0;
+  const auto expect_places = [&](const DeviceInfo& d, const Launch& l, int threads_of_sm) {
+    if (!l.together) return;
+    ++meeting;
+    const auto by_shared = static_cast<std::int64_t>(d.shared_per_sm) / (l.shared_bytes + 1024);
+    EXPECT_LE(l.blocks, d.sms * std::min<std::int64_t>(threads_of_sm / l.threads(), by_shared)) << d.name;
+  };
+  for (const Problem& p : problems())
+    for (const DeviceInfo& d : kDevices)
+      for (const Plan& plan : legal_plans(p, d)) {
+        const int vector = plan.forward_on_chip.width * static_cast<int>(size_of(p.x));
+        expect_places(d, plan.group, slab_threads(vector, d.major == 9));
+        expect_places(d, plan.group_gradient, slab_gradient_threads(d.major == 9));
+      }
+  EXPECT_GE(meeting, 50);
+  for (DeviceInfo d : kDevices) {
+    d.runs_together = false;
+    for (const Problem& p : problems())
+      for (const Plan& plan : legal_plans(p, d))
+        EXPECT_FALSE(plan.group.together || plan.group_gradient.together) << describe(p) << d.name;
+  }
 }
 
 TEST(CudaPlan, OffersAlternativesToTest) {

@@ -48,17 +48,22 @@ TEST_F(CudaStreams, TwoAtOnceGiveTheBitsOfOneAlone) {
   for (const cudaStream_t stream : streams) check(cudaStreamDestroy(stream));
 }
 
-// Blocks of a cluster wait for each other's messages: neither may get lost, whatever runs beside them. The
-// result of every launch is compared.
-TEST_F(CudaStreams, TenThousandLaunchesOfClustersOnTwoStreamsGiveTheBitsOfOne) {
+// Blocks of a cluster wait for each other's messages, and blocks that meet for all: neither may get lost,
+// whatever runs beside them. The result of every launch is compared.
+TEST_F(CudaStreams, TenThousandLaunchesOfBlocksThatWaitOnTwoStreamsGiveTheBitsOfOne) {
   constexpr int kAtOnce = 25, kRounds = 200;  // of each stream
   cudaStream_t streams[2];
   for (cudaStream_t& stream : streams) check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  for (const Layout layout : {Layout::contiguous, Layout::channels_last}) {
-    const Problem p = make_problem(1, 64, 8, 2048, layout, DType::bfloat16);
+  int clusters = 0, meetings = 0;
+  for (const Problem& p : {make_problem(1, 64, 8, 2048, Layout::contiguous, DType::bfloat16),
+                           make_problem(1, 64, 8, 512, Layout::channels_last, DType::bfloat16),
+                           make_problem(1, 80, 2, 2056, Layout::channels_last, DType::bfloat16)}) {
     const cuda::Plan plan = cuda::choose_plan(p, cuda::current_device());
-    if (plan.group.cluster == 1 || plan.group_gradient.cluster == 1)
-      GTEST_SKIP() << "needs a device whose plans have clusters";
+    const auto wait = [](const cuda::Launch& l) { return l.cluster > 1 || l.together; };
+    if (!wait(plan.group) || !wait(plan.group_gradient))
+      GTEST_SKIP() << "needs a device whose plans have blocks that wait for each other";
+    clusters += (plan.group.cluster > 1) + (plan.group_gradient.cluster > 1);
+    meetings += plan.group.together + plan.group_gradient.together;
     const Inputs in(p, make_data(p, Kind::normal, 34));
     const Forward forward = cuda_forward(p, in);
     const Backward backward = cuda_backward(p, in, forward.statistics);
@@ -82,6 +87,34 @@ TEST_F(CudaStreams, TenThousandLaunchesOfClustersOnTwoStreamsGiveTheBitsOfOne) {
       }
     }
   }
+  EXPECT_GE(clusters, 4);
+  EXPECT_EQ(meetings, 2);
+  for (const cudaStream_t stream : streams) check(cudaStreamDestroy(stream));
+}
+
+// Blocks that meet, as many as the device has places for, beside kernels that hold all of it.
+TEST_F(CudaStreams, BlocksThatMeetEndOnABusyDevice) {
+  const Problem p = make_problem(2, 640, 32, 4096, Layout::channels_last, DType::bfloat16);
+  const cuda::Plan plan = cuda::choose_plan(p, cuda::current_device());
+  if (!plan.group.together || !plan.group_gradient.together)
+    GTEST_SKIP() << "needs a device that has places for all blocks of this problem";
+  const Problem large = make_problem(1, 64, 8, 1 << 21, Layout::channels_last, DType::bfloat16);
+  const Inputs in(p, make_data(p, Kind::normal, 35)), beside(large, make_data(large, Kind::normal, 36));
+  const Forward forward = cuda_forward(p, in);
+  const Backward backward = cuda_backward(p, in, forward.statistics);
+  const DeviceInputs inputs(in), large_inputs(beside);
+  const DeviceForward f(p, inputs), other(large, large_inputs);
+  const DeviceBackward b(p, inputs, forward.statistics);
+  cudaStream_t streams[3];
+  for (cudaStream_t& stream : streams) check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  for (int repeat = 0; repeat < 50; ++repeat) {
+    cuda::forward(large, other.arguments, streams[0]);
+    cuda::forward(p, f.arguments, streams[1]);
+    cuda::backward(p, b.arguments, streams[2]);
+  }
+  check(cudaDeviceSynchronize());
+  expect_same(describe(p), p, f.read(p), forward);
+  expect_same(describe(p), b.read(p), backward);
   for (const cudaStream_t stream : streams) check(cudaStreamDestroy(stream));
 }
 

@@ -27,6 +27,7 @@ struct Fiber {
   bool done = false;
   bool at_barrier = false;
   bool at_shuffle = false;
+  bool at_meeting = false;
   std::function<bool()> condition;  // that it waits for
   int block = 0;                    // of the cluster
   int step = 0;
@@ -38,6 +39,7 @@ ucontext_t scheduler;
 Fiber* current = nullptr;
 std::vector<unsigned char*> memories;  // of the blocks of the cluster
 const std::function<void()>* body = nullptr;
+bool runs_together = false;
 
 [[noreturn]] void fail(const char* what) {
   std::fprintf(stderr, "emulation: %s\n", what);
@@ -78,12 +80,13 @@ bool resolve_shuffles(std::size_t block_begin, int threads) {
   return any;
 }
 
-// The blocks of a cluster, whose fibers are those of one block after the other.
+// The blocks of a cluster, or of a launch that runs all together, whose fibers are those of one block after
+// the other.
 void run_cluster(int first_block, int blocks, int threads) {
   const int all = blocks * threads;
   for (int t = 0; t < all; ++t) {
     Fiber& f = *fibers[static_cast<std::size_t>(t)];
-    f.done = f.at_barrier = f.at_shuffle = false;
+    f.done = f.at_barrier = f.at_shuffle = f.at_meeting = false;
     f.condition = nullptr;
     const unsigned place = static_cast<unsigned>(t % threads);
     f.index = {place % block_size.x, place / block_size.x};
@@ -99,7 +102,7 @@ void run_cluster(int first_block, int blocks, int threads) {
     bool moved = false;
     for (int t = 0; t < all; ++t) {
       Fiber& f = *fibers[static_cast<std::size_t>(t)];
-      if (!f.done && !f.at_barrier && !f.at_shuffle && (!f.condition || f.condition())) {
+      if (!f.done && !f.at_barrier && !f.at_shuffle && !f.at_meeting && (!f.condition || f.condition())) {
         f.condition = nullptr;
         current = &f;
         thread = f.index;
@@ -123,6 +126,13 @@ void run_cluster(int first_block, int blocks, int threads) {
       for (int t = 0; t < threads; ++t) fibers[first + static_cast<std::size_t>(t)]->at_barrier = false;
       moved = true;
     }
+    int meeting = 0;
+    for (int t = 0; t < all; ++t) meeting += fibers[static_cast<std::size_t>(t)]->at_meeting;
+    if (meeting == all) {
+      if (!runs_together) fail("blocks meet where the launch does not run all of them together");
+      for (int t = 0; t < all; ++t) fibers[static_cast<std::size_t>(t)]->at_meeting = false;
+      moved = true;
+    }
     if (!moved) fail("all threads wait: at barriers, shuffles and messages that not all reach");
   }
 }
@@ -142,6 +152,11 @@ double shuffle_down(double value, int step) {
   return current->result;
 }
 
+void meet_all_blocks() {
+  current->at_meeting = true;
+  suspend();
+}
+
 void wait_until(const std::function<bool()>& condition) {
   current->condition = condition;
   suspend();
@@ -155,19 +170,22 @@ void run(const Launch& shape, const std::function<void()>& kernel) {
   const int threads = shape.threads();
   if (threads < 1 || threads > 1024) fail("a block has 1 to 1024 threads");
   if (shape.cluster < 1 || shape.blocks % shape.cluster != 0) fail("clusters divide the grid");
-  while (fibers.size() < static_cast<std::size_t>(shape.cluster * threads))
+  if (shape.together && shape.cluster != 1) fail("blocks that run together are no clusters");
+  runs_together = shape.together;
+  const int at_once = runs_together ? static_cast<int>(shape.blocks) : shape.cluster;
+  while (fibers.size() < static_cast<std::size_t>(at_once * threads))
     fibers.push_back(std::make_unique<Fiber>());
   // Exactly as large as asked for, so that an address sanitizer sees what lies beyond; filled with NaN.
   const std::size_t bytes = static_cast<std::size_t>(shape.shared_bytes);
   memories.clear();
-  for (int b = 0; b < shape.cluster; ++b)
+  for (int b = 0; b < at_once; ++b)
     memories.push_back(static_cast<unsigned char*>(std::aligned_alloc(16, (bytes + 15) / 16 * 16)));
   body = &kernel;
   block_size = {static_cast<unsigned>(shape.threads_x), static_cast<unsigned>(shape.threads_y)};
   grid_size = {static_cast<unsigned>(shape.blocks), 1};
-  for (std::int64_t b = 0; b < shape.blocks; b += shape.cluster) {
+  for (std::int64_t b = 0; b < shape.blocks; b += at_once) {
     for (unsigned char* memory : memories) std::memset(memory, 0xff, bytes);
-    run_cluster(static_cast<int>(b), shape.cluster, threads);
+    run_cluster(static_cast<int>(b), at_once, threads);
   }
   for (unsigned char* memory : memories) std::free(memory);
 }
@@ -228,6 +246,9 @@ cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribut
       break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
       *value = 232448;
+      break;
+    case cudaDevAttrCooperativeLaunch:
+      *value = 1;
       break;
     case cudaDevAttrL2CacheSize:
       *value = 62914560;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// In the place of src/cuda/device.cuh: the same words, said to the host. Kernels run one block, or one
-// cluster of blocks, at a time, each thread a fiber, so that barriers and shuffles meet as on a GPU; a
-// barrier that not all reach is an error here. Timing, caches and memory ordering are not emulated.
+// In the place of src/cuda/device.cuh: the same words, said to the host. Kernels run one block, one cluster
+// of blocks, or all that meet, at a time, each thread a fiber, so that barriers and shuffles meet as on a
+// GPU; a barrier that not all reach is an error here. Timing, caches and memory ordering are not emulated.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -39,6 +39,7 @@ extern unsigned char* dynamic_memory;
 void barrier();                               // __syncthreads
 double shuffle_down(double value, int step);  // of the whole warp
 void wait_until(const std::function<bool()>& condition);
+void meet_all_blocks();
 unsigned char* memory_of(int block_of_cluster);  // the dynamic memory of another block of the cluster
 void run(const Launch&, const std::function<void()>& kernel);
 
@@ -101,6 +102,13 @@ inline void await_messages(Mailbox& box, int blocks) { await_messages(box.arrive
 
 inline void send_pair(Mailbox& box, int from, int to, double a, double b) {
   send_pair(box.arrived, box.slots[from], to, a, b);
+}
+
+inline void meet_all_blocks() { emulation::meet_all_blocks(); }
+
+template <class T>
+T load_met(const T* p) {
+  return *p;
 }
 
 template <class T>
