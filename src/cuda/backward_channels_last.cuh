@@ -10,12 +10,26 @@ namespace steadynorm::cuda {
 
 namespace {
 
-// The sums of a leaf of `rows` positions for each of a thread's channels: micro-batches merged in order.
+// A micro-batch of each of a thread's channels.
+template <class T, class U>
+struct GradientBatch {
+  Packed<T, kColumnWidth> x[kMicroBatchRows];
+  Packed<U, kColumnWidth> dy[kMicroBatchRows];
+  bool loaded = false;
+
+  __device__ __forceinline__ void load(const T* from_x, const U* from_dy, std::int64_t pitch) {
+    load_rows(x, from_x, pitch);
+    load_rows(dy, from_dy, pitch);
+  }
+};
+
+// The sums of a leaf of `rows` positions for each of a thread's channels: micro-batches merged in order, of
+// which the first may be loaded.
 template <class T, class U, Activation A>
-__device__ __forceinline__ void channels_last_leaf_sums(ChannelSums (&leaf)[kColumnWidth], const T* x,
-                                                        const U* dy, std::int64_t pitch, int rows,
-                                                        int channels, Coefficients (&c)[kColumnWidth],
-                                                        bool aligned) {
+__device__ __forceinline__ void channels_last_leaf_sums(ChannelSums (&leaf)[kColumnWidth],
+                                                        GradientBatch<T, U>& batch, const T* x, const U* dy,
+                                                        std::int64_t pitch, int rows, int channels,
+                                                        Coefficients (&c)[kColumnWidth], bool aligned) {
   constexpr int W = kColumnWidth;
   // The first is not added to zeros: it may be -0.
   const auto sum = [](const ChannelSums& before, int first, const Pair& sums) {
@@ -26,15 +40,13 @@ __device__ __forceinline__ void channels_last_leaf_sums(ChannelSums (&leaf)[kCol
   if (aligned) {
 #pragma unroll 1
     for (; first + kMicroBatchRows <= rows; first += kMicroBatchRows) {
-      Packed<T, W> raw_x[kMicroBatchRows];
-      Packed<U, W> raw_dy[kMicroBatchRows];
-      load_rows(raw_x, x, pitch);
-      load_rows(raw_dy, dy, pitch);
+      if (!batch.loaded) batch.load(x, dy, pitch);
+      batch.loaded = false;
       x += kMicroBatchRows * pitch, dy += kMicroBatchRows * pitch;
 #pragma unroll
       for (int j = 0; j < W; ++j)
         leaf[j] = sum(leaf[j], first, tree_sum<kMicroBatchRows>([&](int v) {
-                        const Gradient g = backward_value<A>(raw_x[v][j], raw_dy[v][j], c[j]);
+                        const Gradient g = backward_value<A>(batch.x[v][j], batch.dy[v][j], c[j]);
                         return Pair{g.dz, g.dz * g.normalized};
                       }));
     }
@@ -82,7 +94,14 @@ __global__ void __launch_bounds__(sums_threads(sizeof(T) + sizeof(U)))
   const bool aligned =
       p.vectors && own >= W && is_aligned(call.x, kAlignment<T, W>) && is_aligned(call.dy, kAlignment<U, W>);
   const std::int64_t offset = (place.n * call.d.S + begin) * C + place.channel_begin + at.column * W;
+  const T* const x = static_cast<const T*>(call.x) + offset;
+  const U* const dy = static_cast<const U*>(call.dy) + offset;
 
+  // The first values come while the coefficients are made.
+  GradientBatch<T, U> batch;
+  const int first = at.lane * leaf_positions;
+  batch.loaded = aligned && at.lane < p.lanes && first + kMicroBatchRows <= length;
+  if (batch.loaded) batch.load(x + first * C, dy + first * C, C);
   load_backward(call, place.n, place.channel_begin, p.columns, coefficients, false);
   __syncthreads();
   Coefficients c[W];
@@ -94,9 +113,8 @@ __global__ void __launch_bounds__(sums_threads(sizeof(T) + sizeof(U)))
   sum_leaves<W>(
       p, shared_memory<ChannelSums>(), leaf_positions, length, at, own > 0 && at.lane < p.lanes,
       [&](int leaf_begin, int rows, ChannelSums(&leaf)[W]) {
-        channels_last_leaf_sums<T, U, A>(leaf, static_cast<const T*>(call.x) + offset + leaf_begin * C,
-                                         static_cast<const U*>(call.dy) + offset + leaf_begin * C, C, rows,
-                                         own, c, aligned);
+        channels_last_leaf_sums<T, U, A>(leaf, batch, x + leaf_begin * C, dy + leaf_begin * C, C, rows, own,
+                                         c, aligned);
       },
       [&](int channel, const ChannelSums& sums) {
         if (channel < channels)

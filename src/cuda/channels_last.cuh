@@ -90,13 +90,15 @@ __device__ __forceinline__ ColumnPlace column_place(const Columns& p) {
 // The sums of a unit's channels: the leaves', added up as a tree, a channel at a time: four leaves by a
 // thread, and those by neighbouring threads. leaf(begin, rows, sums) fills the sums of a thread's channels,
 // and done(channel, sums) gets each channel's, by one thread of the block. `shared`: for the sums of every
-// leaf. An absent leaf is not added.
+// leaf, leaf i in row i / 4 + 4 (i % 4): rows that neighbouring threads read lie in different banks. An
+// absent leaf is not added.
 template <int W, class Sums, class Leaf, class Done>
 __device__ __forceinline__ void sum_leaves(const Columns& p, Sums* shared, int leaf_positions, int length,
                                            const ColumnPlace& at, bool active, const Leaf& leaf,
                                            const Done& done) {
   constexpr int kRun = 4, kRuns = kUnitLeaves / kRun;
-  const int slab = p.columns * W, work = slab * kRuns;
+  static_assert(sizeof(Sums) == 16);
+  const int pitch = leaf_pitch(p), work = p.columns * W * kRuns;
   if (at.lane < p.lanes) {
 #pragma unroll 1
     for (int i = at.lane; i < kUnitLeaves; i += p.lanes) {
@@ -104,7 +106,8 @@ __device__ __forceinline__ void sum_leaves(const Columns& p, Sums* shared, int l
       const int begin = i * leaf_positions, rows = present(begin, begin + leaf_positions, length);
       if (active && rows > 0) leaf(begin, rows, of_thread);
 #pragma unroll
-      for (int j = 0; j < W; ++j) shared[i * slab + j * p.columns + at.column] = of_thread[j];
+      for (int j = 0; j < W; ++j)
+        shared[(i / kRun + i % kRun * kRuns) * pitch + j * p.columns + at.column] = of_thread[j];
     }
   }
   __syncthreads();
@@ -116,9 +119,10 @@ __device__ __forceinline__ void sum_leaves(const Columns& p, Sums* shared, int l
               leaves = there - i % kRuns * kRun;  // that are there of the run and behind it
     Sums sums{};
     if (i < work) {
-      const Sums* const run = shared + i % kRuns * kRun * slab + channel % W * p.columns + channel / W;
-      sums = leaves > 1 ? merge(run[0], run[slab]) : run[0];
-      if (leaves > 2) sums = merge(sums, leaves > 3 ? merge(run[2 * slab], run[3 * slab]) : run[2 * slab]);
+      const Sums* const run = shared + i % kRuns * pitch + channel % W * p.columns + channel / W;
+      const auto of = [&](int k) { return run[k * kRuns * pitch]; };
+      sums = leaves > 1 ? merge(of(0), of(1)) : of(0);
+      if (leaves > 2) sums = merge(sums, leaves > 3 ? merge(of(2), of(3)) : of(2));
     }
 #pragma unroll
     for (int step = 1; step < kRuns; step *= 2) {

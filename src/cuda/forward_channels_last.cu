@@ -96,7 +96,7 @@ template <class T, int W, bool kSum>
 __global__ void __launch_bounds__(kStatisticsBound<W, kSum>, 1)
     statistics_channels_last(const ForwardCall call, const Columns p) {
   PivotSums* const sums = shared_memory<PivotSums>();
-  Node* const roots = reinterpret_cast<Node*>(sums + kUnitLeaves * p.columns * W);
+  Node* const roots = reinterpret_cast<Node*>(sums + kUnitLeaves * leaf_pitch(p));
   release_next();
   wait_for_previous();
   const Tree& tree = call.d.tree;

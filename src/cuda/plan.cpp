@@ -81,13 +81,15 @@ Columns make_columns(const Problem& p, const Tree& tree, int width, std::int64_t
   return r;
 }
 
-// Shared memory: the leaves' sums, then the channels' roots and pivots, and the shares, or coefficients.
-// Whole warps, for the shuffles.
+// Shared memory: the leaves' sums, then the channels' roots and pivots, and the shares; or coefficients. No
+// byte more: what is left of an SM's is L1, where values on their way land. 195 KiB of blocks on an SM
+// instead of 188 cost the statistics of unet3d-128 in fp32 4 % (H200, 2026-12-01). Whole warps, for the
+// shuffles.
 Launch launch_of(const Columns& r, const Problem& p, const Tree& tree) {
-  const std::int64_t nodes = (kUnitLeaves + 2) * r.columns * r.width;
+  const int slab = r.columns * r.width;
   return {p.samples * tree.spatial_units * r.slabs,
           static_cast<int>(divide_up(r.columns * r.lanes, kLanes) * kLanes), 1,
-          static_cast<int>(nodes * kNodeBytes) + kChannelLevels * 8};
+          (kUnitLeaves * leaf_pitch(r) + slab) * kNodeBytes + (slab * 4 + 7) / 8 * 8 + kChannelLevels * 8};
 }
 
 // What the blocks that reduce cost, in leaves' micro-batches of a thread: in as many waves as they need, each
@@ -106,12 +108,10 @@ std::int64_t cost_of(const Columns& r, const Launch& l, const Tree& tree, std::i
 }
 
 // Statistics need whole channel units in a block; backward sums do not, each channel being alone there.
-Columns choose_columns(const Problem& p, const DeviceInfo& device, const Choice& choice, bool whole_units) {
+Columns choose_columns(const Problem& p, const DeviceInfo& device, const Choice& choice, bool whole_units,
+                       int width) {
   const Tree tree = tree_of(p);
   const std::int64_t D = p.channels_per_group();
-  // H200, 2026-11-30: statistics of (128, 2^21) bf16 in 133 us with vectors of 16 bytes, 139 with 8, 138 with
-  // 4; wider sums lose what coefficients and partial sums cost in threads.
-  int width = whole_units ? vector_width(p) : kColumnWidth;
   while (whole_units && width > 2 && p.channels % width != 0) width /= 2;
   const bool split_groups = whole_units && tree.channel_units > 1;
   bool vectors = p.channels % width == 0 && !(split_groups && D % width != 0);
@@ -140,7 +140,9 @@ Columns choose_columns(const Problem& p, const DeviceInfo& device, const Choice&
     // for the statistics of unet3d-256, but 10.0 and 11.6 for those of vae-512x128-nhwc (H200, 2026-12-01).
     const auto bytes = p.elements() * static_cast<std::int64_t>(size_of(p.x));
     const bool narrower = whole_units && target > 32 && bytes <= std::int64_t{32} << 20;
-    for (const int of_slab : {target, narrower ? 32 : target})
+    // 80 channels where they divide C: sdxl-320x128 in fp32 14.6 us, and 15.9 with 60.
+    const bool fives = whole_units && p.channels % 80 == 0;
+    for (const int of_slab : {target, fives ? 80 : target, narrower ? 32 : target})
       for (int l = lanes; l >= kUnitLeaves / 4; l /= 2)
         if (const Columns other = make(of_slab, l);
             cost(other) < cost(best) || (of_slab < target && cost(other) == cost(best)))
@@ -154,6 +156,22 @@ Columns choose_columns(const Problem& p, const DeviceInfo& device, const Choice&
     best = make(1, lanes);
   }
   return best;
+}
+
+Columns choose_statistics_columns(const Problem& p, const DeviceInfo& device, const Choice& choice) {
+  // H200, 2026-11-30: statistics of (128, 2^21) bf16 in 133 us with vectors of 16 bytes, 139 with 8, 138 with
+  // 4. But 5 or 10 threads along the channels leave many of a warp's idle: sdxl-320x128 12.9 us, 11.1 with 20
+  // of half the width.
+  const int width = vector_width(p);
+  const Columns best = choose_columns(p, device, choice, true, width);
+  const int threads = best.columns * best.lanes,
+            whole = static_cast<int>(divide_up(threads, kLanes) * kLanes);
+  return best.width == 8 && 8 * (whole - threads) > whole ? choose_columns(p, device, choice, true, 4) : best;
+}
+
+// Wider sums lose what coefficients and partial sums cost in threads.
+Columns choose_sum_columns(const Problem& p, const DeviceInfo& device, const Choice& choice) {
+  return choose_columns(p, device, choice, false, kColumnWidth);
 }
 
 Sweep choose_sweep(const Problem& p, const DeviceInfo& device, const Choice& choice) {
@@ -198,8 +216,8 @@ Plan make_plan(const Problem& p, const DeviceInfo& device, const Choice& choice)
     plan.statistics = launch_of(plan.runs, units);
     plan.sums = launch_of(plan.sum_runs, contiguous_sum_units(d));
   } else {
-    plan.columns = choose_columns(p, device, choice, true);
-    plan.sum_columns = choose_columns(p, device, choice, false);
+    plan.columns = choose_statistics_columns(p, device, choice);
+    plan.sum_columns = choose_sum_columns(p, device, choice);
     plan.statistics = launch_of(plan.columns, p, tree);
     plan.sums = launch_of(plan.sum_columns, p, tree);
   }
@@ -246,13 +264,16 @@ std::vector<Plan> legal_plans(const Problem& problem, const DeviceInfo& device) 
     }
     if (std::find(plans.begin(), plans.end(), plan) == plans.end()) plans.push_back(plan);
   };
-  for (const int warps : {0, 1, 2, 4, 8, 16}) add({.on_chip = {.warps = warps}});
-  for (const int warps : {1, 4}) add({.on_chip = {.warps = warps, .units = 2}});
-  if (problem.layout == Layout::channels_last)
-    for (const int width : {4, 8})
-      for (const bool together : {false, true})
-        for (const int warps : {1, 4, 10, 16})
-          add({.on_chip = {.warps = warps, .width = width, .together = together}});
+  add({.on_chip = {.warps = 0}});
+  if (problem.layout == Layout::contiguous) {
+    for (const int warps : {1, 2, 4, 8, 16}) add({.on_chip = {.warps = warps}});
+    for (const int warps : {1, 4}) add({.on_chip = {.warps = warps, .units = 2}});
+  } else {
+    for (const bool together : {false, true}) {
+      for (const int warps : {1, 8, 16}) add({.on_chip = {.warps = warps, .together = together}});
+      add({.on_chip = {.warps = 4, .width = 4, .together = together}});
+    }
+  }
   for (const int warps : {1, 2}) add({.warps = warps, .on_chip = {.warps = 0}});
   for (const int channels : {4, 32, 256})
     for (const int lanes : {4, 32})

@@ -156,7 +156,7 @@ constexpr int kRowThreads = 256;   // backward: of a block that makes rows
 
 // channels_last: the threads of an SM that the registers of the kernels that reduce are for.
 constexpr int statistics_threads(int width) { return width == 8 ? 512 : 640; }
-constexpr int sums_threads(int bytes) { return bytes == 8 ? 384 : 512; }  // of a value of x and one of dy
+constexpr int sums_threads(int bytes) { return bytes > 4 ? 384 : 512; }  // of a value of x and one of dy
 // On chip, for vectors of `bytes`; fitted: to compute capability 9.0.
 constexpr int slab_threads(int bytes, bool fitted) { return bytes > 8 ? 640 : fitted ? 1024 : 768; }
 constexpr int slab_gradient_threads(bool fitted) { return fitted ? 640 : 512; }

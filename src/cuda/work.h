@@ -119,6 +119,13 @@ STEADYNORM_HD ChannelUnit contiguous_sum_unit(const Dimensions& d, std::int64_t 
           d.tree.unit_end(row.remainder) - d.tree.unit_begin(row.remainder)};
 }
 
+// channels_last: 16-byte sums in shared memory between two leaves of a block, 2 modulo the 8 that all banks
+// hold.
+STEADYNORM_HD int leaf_pitch(const Columns& columns) {
+  const int slab = columns.columns * columns.width;
+  return slab + ((2 - slab) & 7);
+}
+
 // channels_last: the slab, the spatial unit and the sample of a block; slabs of the same rows are neighbours.
 struct SlabUnit {
   std::int64_t n, unit, channel_begin, channel_end;
