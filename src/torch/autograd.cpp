@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/library.h>
 
 #include <utility>
@@ -58,6 +59,13 @@ bool requires_grad(const OptionalTensor& tensor) { return present(tensor) && ten
 bool has_tangent(const Tensor& tensor) { return tensor.defined() && tensor._fw_grad(/*level=*/0).defined(); }
 bool has_tangent(const OptionalTensor& tensor) { return tensor && has_tangent(*tensor); }
 
+// Outside of forward mode no tensor has a tangent, which one question settles for all of them: each takes a
+// lock.
+template <class... Tensors>
+bool have_tangent(const Tensors&... tensors) {
+  return torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr && (has_tangent(tensors) || ...);
+}
+
 // Without an activation backward reads of the bias its shape and dtype alone. A weight that has both stands
 // in, so that the bias may change in place before backward, as with torch.nn.functional.group_norm.
 bool stands_in(const OptionalTensor& weight, const OptionalTensor& bias) {
@@ -90,18 +98,23 @@ struct GroupNormFunction : torch::autograd::Function<GroupNormFunction> {
                         std::string_view activation, OptionalDType out_dtype, const Computed* computed) {
     context->set_materialize_grads(false);
     const at::AutoDispatchBelowADInplaceOrView below;
-    const auto [y, statistics] = computed ? *computed
-                                          : forward_operator().call(input, weight, bias, channels_per_group,
-                                                                    eps, activation, out_dtype);
+    auto [y, statistics] = computed ? *computed
+                                    : forward_operator().call(input, weight, bias, channels_per_group, eps,
+                                                              activation, out_dtype);
     const bool activated = activation != "none";
     BiasFrom from = present(bias) ? unread : absent;
     if (present(bias) && (activated || bias->requires_grad()))
       from = !activated && stands_in(weight, bias) ? weight_stands_in : saved;
-    context->save_for_backward(
-        {input, statistics, present(weight) ? *weight : Tensor(), from == saved ? *bias : Tensor()});
+    variable_list kept;
+    kept.reserve(4);
+    kept.push_back(input);
+    kept.push_back(std::move(statistics));
+    kept.push_back(present(weight) ? *weight : Tensor());
+    kept.push_back(from == saved ? *bias : Tensor());
+    context->save_for_backward(std::move(kept));
     context->saved_data[kKept] = packed(activation_from(std::string(activation)), from);
     context->saved_data[kEps] = eps;
-    return y;
+    return std::move(y);
   }
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
@@ -126,9 +139,7 @@ struct GroupNormFunction : torch::autograd::Function<GroupNormFunction> {
     const std::string_view name = to_string(activation);
     Tensor dx, dweight, dbias;
     // The kernels have neither a gradient nor a tangent to give.
-    bool differentiated = at::GradMode::is_enabled() || has_tangent(grads[0]);
-    for (const Tensor& tensor : kept) differentiated = differentiated || has_tangent(tensor);
-    if (differentiated) {
+    if (at::GradMode::is_enabled() || have_tangent(grads[0], kept[0], kept[1], kept[2], kept[3])) {
       const Arguments a{input, weight, bias, channels_per_group, context->saved_data[kEps].toDouble(), name};
       std::tie(dx, dweight, dbias) = compose_backward(a, grads[0], Tensor(), wanted);
       if (dx.defined()) dx = dx.contiguous(format_of(input));
@@ -137,8 +148,10 @@ struct GroupNormFunction : torch::autograd::Function<GroupNormFunction> {
       std::tie(dx, dweight, dbias) = backward_operator().call(grads[0], input, statistics, weight, bias,
                                                               channels_per_group, name, wanted);
     }
-    variable_list result{dx, dweight, dbias};
-    result.resize(kArguments);
+    variable_list result(kArguments);
+    result[0] = std::move(dx);
+    result[1] = std::move(dweight);
+    result[2] = std::move(dbias);
     return result;
   }
 };
@@ -158,6 +171,34 @@ struct SumFunction : torch::autograd::Function<SumFunction> {
   }
 };
 
+}  // namespace
+
+}  // namespace steadynorm::binding
+
+// As PyTorch has them, but for the name, which is for a message that a wrong number of gradients would get:
+// to demangle it in every backward pass takes 0.5 us.
+namespace torch::autograd {
+
+template <>
+variable_list CppNode<steadynorm::binding::GroupNormFunction>::apply(variable_list&& inputs) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return CppNode_apply_functional<steadynorm::binding::GroupNormFunction>(
+      std::move(inputs), ctx_, is_variable_input_, output_info_, "GroupNorm");
+}
+
+template <>
+variable_list CppNode<steadynorm::binding::SumFunction>::apply(variable_list&& inputs) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return CppNode_apply_functional<steadynorm::binding::SumFunction>(std::move(inputs), ctx_,
+                                                                    is_variable_input_, output_info_, "Sum");
+}
+
+}  // namespace torch::autograd
+
+namespace steadynorm::binding {
+
+namespace {
+
 // torch::autograd::Function refuses to run under functorch, and has no forward mode.
 bool under_functorch() {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
@@ -168,7 +209,7 @@ Tensor group_norm(const Tensor& input, std::int64_t num_groups, const OptionalTe
                   OptionalDType out_dtype) {
   const SymInt per_group = channels_per_group(input, num_groups);
   const bool functorch = under_functorch();
-  if (functorch || has_tangent(input) || has_tangent(weight) || has_tangent(bias)) {
+  if (functorch || have_tangent(input, weight, bias)) {
     const Arguments a{input, weight, bias, per_group, eps, activation, out_dtype};
     check(a);
     const Tensor y = compose(a);
@@ -187,9 +228,8 @@ std::tuple<Tensor, Tensor> group_norm_residual(const Tensor& input, const Tensor
   const SymInt per_group = channels_per_group(input, num_groups);
   const at::MemoryFormat format = format_of(input);
   // Strides that the kernels would copy, PyTorch's sum reads as they are.
-  const bool one_by_one = under_functorch() || has_tangent(input) || has_tangent(residual) ||
-                          has_tangent(weight) || has_tangent(bias) || !is_dense(input, format) ||
-                          !is_dense(residual, format);
+  const bool one_by_one = under_functorch() || have_tangent(input, residual, weight, bias) ||
+                          !is_dense(input, format) || !is_dense(residual, format);
   if (one_by_one) {
     check({input, weight, bias, per_group, eps, activation, out_dtype});
     check_residual(input, residual);

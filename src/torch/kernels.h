@@ -69,9 +69,9 @@ Tensor output_like(const Operands& o, const Tensor& input, at::ScalarType dtype)
 template <class Backend>
 typename Backend::ForwardArguments forward_arguments(const Operands& o, const Tensor& y) {
   typename Backend::ForwardArguments arguments;
-  arguments.x = data(o.input);
-  arguments.weight = data(o.weight);
-  arguments.bias = data(o.bias);
+  arguments.x = data(*o.input);
+  arguments.weight = data(*o.weight);
+  arguments.bias = data(*o.bias);
   arguments.y = mutable_data(y);
   return arguments;
 }
@@ -89,14 +89,14 @@ std::tuple<Tensor, Tensor> forward(const Tensor& input, const OptionalTensor& we
       const auto [y, statistics] = Backend::forward_double(a, o);
       return {y.to(wanted).contiguous(o.format), statistics};
     }
-    const Tensor y = output_like<Backend>(o, input, stored);
+    Tensor y = output_like<Backend>(o, input, stored);
     auto arguments = forward_arguments<Backend>(o, y);
-    const auto made =
+    auto made =
         statistics_and_workspace<Backend>(o.problem, Backend::forward_workspace(o.problem, arguments));
     arguments.statistics = static_cast<float*>(mutable_data(made.statistics));
     arguments.workspace = made.workspace;
     Backend::forward(o.problem, arguments);
-    return {stored == wanted ? y : y.to(wanted), made.statistics};
+    return {stored == wanted ? std::move(y) : y.to(wanted), std::move(made.statistics)};
   });
 }
 
@@ -122,26 +122,26 @@ Gradients backward(const Tensor& grad_output, const Tensor& input, const Tensor&
     // Not by to() where there is nothing to do: it would dispatch.
     const Tensor dy =
         (grad_output.scalar_type() == stored ? grad_output : grad_output.to(stored)).contiguous(o.format);
-    const Tensor three = statistics.contiguous();
+    const auto three = statistics.expect_contiguous();
     const auto gradient = [](bool want, const Tensor& of, at::MemoryFormat format) {
       return want && of.defined() ? Backend::empty(of.sizes(), of.scalar_type(), format) : Tensor();
     };
-    const Tensor dx = gradient(wanted[0], o.input, o.format);
-    const Tensor dweight = gradient(wanted[1], o.weight, at::MemoryFormat::Contiguous);
-    const Tensor dbias = gradient(wanted[2], o.bias, at::MemoryFormat::Contiguous);
+    Tensor dx = gradient(wanted[0], *o.input, o.format);
+    Tensor dweight = gradient(wanted[1], *o.weight, at::MemoryFormat::Contiguous);
+    Tensor dbias = gradient(wanted[2], *o.bias, at::MemoryFormat::Contiguous);
     typename Backend::BackwardArguments arguments;
-    arguments.x = data(o.input);
+    arguments.x = data(*o.input);
     arguments.dy = data(dy);
-    arguments.weight = data(o.weight);
-    arguments.bias = data(o.bias);
-    arguments.statistics = static_cast<const float*>(data(three));
+    arguments.weight = data(*o.weight);
+    arguments.bias = data(*o.bias);
+    arguments.statistics = static_cast<const float*>(data(*three));
     arguments.dx = mutable_data(dx);
     arguments.dweight = mutable_data(dweight);
     arguments.dbias = mutable_data(dbias);
     const at::DataPtr space = workspace<Backend>(Backend::backward_workspace(o.problem, arguments));
     arguments.workspace = space.get();
     Backend::backward(o.problem, arguments);
-    return {dx, dweight, dbias};
+    return {std::move(dx), std::move(dweight), std::move(dbias)};
   });
 }
 
@@ -156,7 +156,7 @@ Tensor stats(const Tensor& input, std::int64_t channels_per_group) {
     const Tensor moments =
         Backend::empty({o.problem.samples, o.problem.groups, 3}, at::kDouble, at::MemoryFormat::Contiguous);
     const at::DataPtr space = workspace<Backend>(Backend::forward_workspace(o.problem));
-    Backend::moments(o.problem, data(o.input), static_cast<double*>(mutable_data(moments)), space.get());
+    Backend::moments(o.problem, data(*o.input), static_cast<double*>(mutable_data(moments)), space.get());
     return moments;
   });
 }

@@ -70,12 +70,12 @@ struct Cpu {
   static std::tuple<Tensor, Tensor> forward_double(const Arguments& a, const Operands& o) {
     const Problem& problem = o.problem;
     const auto widened = [](const Tensor& row) { return row.defined() ? row.to(at::kDouble) : row; };
-    const Tensor weight = widened(o.weight), bias = widened(o.bias);
+    const Tensor weight = widened(*o.weight), bias = widened(*o.bias);
     const Tensor y = empty(a.input.sizes(), at::kDouble, o.format);
     const Tensor statistics = at::zeros({3, problem.samples, problem.groups}, at::kDouble);
     const std::int64_t rows = problem.samples * problem.groups;
     double* mean = static_cast<double*>(mutable_data(statistics));
-    reference::forward(problem, static_cast<const double*>(data(o.input)),
+    reference::forward(problem, static_cast<const double*>(data(*o.input)),
                        static_cast<const double*>(data(weight)), static_cast<const double*>(data(bias)),
                        static_cast<double*>(mutable_data(y)), mean, mean + 2 * rows);
     return {y, statistics};

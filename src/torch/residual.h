@@ -21,10 +21,10 @@ std::tuple<Tensor, Tensor, Tensor> residual_forward(const Tensor& input, const T
     const typename Backend::Guard guard(input.device());
     const Tensor addend = residual.contiguous(o.format);
     if (stored == at::kDouble) {
-      o.input = o.input + addend;
-      const Arguments of_sum{o.input, weight, bias, channels_per_group, eps, activation, out_dtype};
+      o.input = c10::MaybeOwned<Tensor>::owned(*o.input + addend);
+      const Arguments of_sum{*o.input, weight, bias, channels_per_group, eps, activation, out_dtype};
       const auto [y, statistics] = Backend::forward_double(of_sum, o);
-      return {y.to(wanted).contiguous(o.format), o.input, statistics};
+      return {y.to(wanted).contiguous(o.format), *o.input, statistics};
     }
     const Tensor y = output_like<Backend>(o, input, stored);
     const Tensor sum = output_like<Backend>(o, input, input.scalar_type());

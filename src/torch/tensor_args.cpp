@@ -204,9 +204,9 @@ Operands operands(const Arguments& a, at::ScalarType dtype_of_y) {
   for (std::int64_t i = 2; i < a.input.dim(); ++i) problem.positions *= a.input.size(i);
   problem.layout = result.format == at::MemoryFormat::Contiguous ? Layout::contiguous : Layout::channels_last;
   problem.y = to_dtype(storage_dtype(a.input.scalar_type(), dtype_of_y));
-  result.input = a.input.contiguous(result.format);
-  if (present(a.weight)) result.weight = a.weight->contiguous();
-  if (present(a.bias)) result.bias = a.bias->contiguous();
+  result.input = a.input.expect_contiguous(result.format);
+  if (present(a.weight)) result.weight = a.weight->expect_contiguous();
+  if (present(a.bias)) result.bias = a.bias->expect_contiguous();
   return result;
 }
 

@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/MemoryFormat.h>
 #include <c10/util/Exception.h>
+#include <c10/util/MaybeOwned.h>
 
 #include <optional>
 #include <string>
@@ -32,11 +33,11 @@ struct Arguments {
   OptionalDType out_dtype = std::nullopt;
 };
 
-// The same data as backends take it: dense, channels first or last.
+// The same data as backends take it: dense, channels first or last. What is so already stays the caller's.
 struct Operands {
   Problem problem;
   at::MemoryFormat format;
-  Tensor input, weight, bias;  // an absent parameter is undefined
+  c10::MaybeOwned<Tensor> input, weight, bias;  // an absent parameter is undefined
 };
 
 inline bool present(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
