@@ -27,6 +27,9 @@ install(FILES ${PROJECT_BINARY_DIR}/steadynormConfig.cmake ${PROJECT_BINARY_DIR}
 # --- Python package --------------------------------------------------------------------------------------------------
 if(STEADYNORM_WITH_TORCH)
   install(TARGETS steadynorm_torch LIBRARY DESTINATION steadynorm/lib COMPONENT python EXCLUDE_FROM_ALL)
+  if(STEADYNORM_WITH_TORCH_PYTHON)
+    install(TARGETS steadynorm_python LIBRARY DESTINATION steadynorm/lib COMPONENT python EXCLUDE_FROM_ALL)
+  endif()
   # What the library was built for, readable when it cannot be loaded: it works with that minor version of torch only.
   set(architectures "[]")
   set(cuda null)

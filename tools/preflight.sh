@@ -56,7 +56,7 @@ need_python() {
   fi
 }
 
-need_python_headers() {  # torch.compile compiles against them
+need_python_headers() {  # the package is built with them, and torch.compile compiles against them
   "$python" -c 'import os, sys, sysconfig
 sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' >/dev/null 2>&1 ||
     lacks "Python headers (Python.h) of $python" "python3-dev"
@@ -73,9 +73,9 @@ need_clang_tools() {
 }
 
 case $goal in
-  build | demo | bench) need_compiler; need_cmake; need_python ;;
+  build | demo | bench) need_compiler; need_cmake; need_python; need_python_headers ;;
   test-gpu)
-    need_compiler; need_cmake; need_python
+    need_compiler; need_cmake; need_python; need_python_headers
     [ "$venv" = system ] || need_googletest ;;
   test)
     need_compiler; need_cmake; need_python; need_python_headers

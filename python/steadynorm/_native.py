@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +18,7 @@ from . import batching
 from .latch import sentence
 
 LIBRARY = "libsteadynorm_torch.so"
+PYTHON_ENTRY = "steadynorm_python"
 BUILD_INFO = "build_info.json"
 
 # CUDA's names for: this kernel can't be loaded or launched here.
@@ -49,7 +52,7 @@ class Native:
     path: Path | None = None
     build: dict[str, Any] = field(default_factory=dict)  # what CMake wrote beside the library
     # When the library is loaded, steadynorm::group_norm and group_norm_residual: as tracers know them, and
-    # what those call.
+    # the shortest way to the same from Python.
     traced: Callable[..., torch.Tensor] | None = None
     operator: Callable[..., torch.Tensor] | None = None
     traced_residual: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -84,10 +87,27 @@ def load(search_path: Iterable[str]) -> Native:
         else:
             batching.register()
             native.traced = torch.ops.steadynorm.group_norm.default
-            native.operator = native.traced._op  # without a frame that only passes the arguments on: 0.2 us
+            native.operator = _shortest(folder, native.traced._op)
             native.traced_residual = torch.ops.steadynorm.group_norm_residual.default
             native.residual_operator = native.traced_residual._op
     return native
+
+
+def _shortest(folder: Path, binding: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """What calls the operator without torch.ops' binding where it can, else that binding itself.
+
+    The entry takes all seven arguments, by position. It is for any Python with the limited API, which a
+    free-threaded one has not, and says itself when it knows this PyTorch's objects not.
+    """
+    if "t" in sys.abiflags:
+        return binding
+    spec = importlib.util.spec_from_file_location(PYTHON_ENTRY, folder / f"{PYTHON_ENTRY}.abi3.so")
+    try:
+        entry = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(entry)
+    except ImportError:
+        return binding
+    return entry.bind(binding)
 
 
 def why_not_on(native: Native, device: torch.device) -> str | None:

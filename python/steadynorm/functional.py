@@ -141,11 +141,11 @@ def group_norm(
         out_dtype = _stock_dtype(input)
     elif out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype.is_floating_point):
         raise ValueError(f"group_norm: out_dtype must be a floating dtype or None, got {out_dtype!r}")
-    activation = "none" if activation is None else activation
-    arguments = (num_groups, weight, bias, eps, activation, out_dtype)
+    if activation is None:
+        activation = "none"
     if residual is None:
-        return rungs.serve(None, input, *arguments)
-    return rungs.serve_residual(None, input, residual, *arguments)
+        return rungs.serve(None, input, num_groups, weight, bias, eps, activation, out_dtype)
+    return rungs.serve_residual(None, input, residual, num_groups, weight, bias, eps, activation, out_dtype)
 
 
 def _stock_dtype(input: torch.Tensor) -> torch.dtype | None:
@@ -153,10 +153,10 @@ def _stock_dtype(input: torch.Tensor) -> torch.dtype | None:
 
     Autocast's list of fp32 operators has group_norm on CUDA, not on the CPU; fp64 is left alone (torch 2.11).
     """
-    if input.is_cpu:
-        return None
     if input.is_cuda:  # asking a device for its type takes longer than all of the rest
         autocast = torch.is_autocast_enabled("cuda")
+    elif input.is_cpu:
+        return None
     else:
         device_type = input.device.type
         autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)

@@ -80,12 +80,11 @@ class GroupNorm(nn.GroupNorm):
             weight, bias = own["weight"], own["bias"]
         else:
             weight, bias = self.weight, self.bias
+        if residual is None and isinstance(input, torch.Tensor):
+            return rungs.serve(self, input, self.num_groups, weight, bias, self.eps, self.activation, None)
         arguments = (self.num_groups, weight, bias, self.eps)
-        if isinstance(input, torch.Tensor):
-            if residual is None:
-                return rungs.serve(self, input, *arguments, self.activation, None)
-            if isinstance(residual, torch.Tensor):
-                return rungs.serve_residual(self, input, residual, *arguments, self.activation, None)
+        if isinstance(input, torch.Tensor) and isinstance(residual, torch.Tensor):
+            return rungs.serve_residual(self, input, residual, *arguments, self.activation, None)
         # A torch.fx proxy, or an error.
         return group_norm(input, *arguments, activation=self.activation, out_dtype=None, residual=residual)
 

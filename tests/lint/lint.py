@@ -43,6 +43,7 @@ LAYERS = {
         r"cuda\w*\.h|math_constants\.h|cooperative_groups(/\w+)?\.h|(cub|cuda)/.+",
     ),
     "src/torch": ({"src/torch", "include/steadynorm"}, r"(torch|ATen|c10)/.+"),
+    "src/python": ({"src/python"}, r"(torch|ATen|c10)/.+|Python\.h"),
 }
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)

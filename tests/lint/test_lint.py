@@ -57,6 +57,8 @@ PLANTED = [
     ("include_direction", "src/cuda/a.cu", '#include "plan.h"\n#include <cuda_bf16.h>', None),
     ("include_direction", "src/torch/a.cpp", '#include "core/numeric.h"', "must not include src/core"),
     ("include_direction", "src/torch/a.cpp", '#include <ATen/ATen.h>\n#include "steadynorm/types.h"', None),
+    ("include_direction", "src/torch/a.cpp", "#include <Python.h>", "must not include <Python.h>"),
+    ("include_direction", "src/python/a.cpp", "#include <ATen/Tensor.h>\n#include <Python.h>", None),
     ("include_direction", "src/reference/a.cpp", '#include "core/numeric.h"', "must not include src/core"),
     ("include_direction", "src/core/a.cpp", '#include "core/absent.h"', "core/absent.h is not in the tree"),
     ("include_direction", "src/other/a.cpp", "", "belongs to no layer"),

@@ -42,7 +42,7 @@ def use_rung(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rung, "failure", None)
     # Inductor takes seconds for each kind of call: what is not about its code is tested without it.
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
-    monkeypatch.setattr(rungs, "_function_served", set())
+    monkeypatch.setattr(rungs, "_function_served", ())
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from helpers import (
     use_rung,
     warnings_of,
 )
-from steadynorm import GroupNorm, compiled, group_norm, rungs
+from steadynorm import GroupNorm, _native, compiled, group_norm, rungs
 
 CAN_FAIL = {
     rungs.NATIVE: f"stock PyTorch serves instead of the native kernels: RuntimeError: {LAUNCH_FAILED}",
@@ -92,6 +92,23 @@ def test_the_function_has_the_processs_latch(failing):
     with pytest.warns(RuntimeWarning), broken(name):
         assert served_by(lambda: group_norm(data(), 3)) == below
     assert served_by(lambda: group_norm(data(), 3)) == below
+
+
+def test_what_a_module_latched_is_off_for_the_function_that_was_served(failing):
+    name, below = failing
+    assert served_by(lambda: group_norm(data(), 3)) == name
+    with pytest.warns(RuntimeWarning), broken(name):
+        assert served_by(lambda: GroupNorm(3, 6)(data())) == below
+    assert served_by(lambda: group_norm(data(), 3)) == below
+
+
+@pytest.mark.parametrize("call", [GroupNorm(3, 6), lambda x: group_norm(x, 3)])
+def test_a_device_without_code_is_served_by_stock(ladder, call):
+    assert served_by(lambda: call(data())) == rungs.NATIVE
+    ladder.setattr(_native, "why_not_on", lambda *_: "no code for it")
+    rungs._refused.clear()
+    with pytest.warns(RuntimeWarning, match="no code for it"):
+        assert served_by(lambda: call(data())) == rungs.COMPILED
 
 
 def test_turned_off_is_off_also_for_modules_that_were_served(failing):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -84,31 +86,23 @@ def test_functional_call_and_a_missing_parameter(norm):
     expect(steadynorm.GroupNorm(2, 6, affine=False), None, None)
 
 
-@pytest.mark.parametrize(
-    "options, given",
-    [
-        ({}, 4),
-        ({"eps": 1e-3}, 5),
-        ({"activation": "relu"}, 6),
-        ({"eps": 1e-3, "activation": "silu"}, 6),
-        ({"out_dtype": torch.float16}, 7),
-        ({"activation": "relu", "out_dtype": torch.float16}, 7),
-    ],
-)
-def test_defaults_at_the_end_are_not_passed_and_everything_else_is(monkeypatch, norm, options, given):
-    x, calls, operator = normal(2, 6, 5), [], rungs.native.operator
-    whole = {"eps": 1e-5, "activation": "none", "out_dtype": None, **options}
-    monkeypatch.setattr(rungs.native, "operator", lambda *a: calls.append(len(a)) or operator(*a))
-    y = steadynorm.group_norm(x, 2, norm.weight, norm.bias, **options)
-    expected = torch.ops.steadynorm.group_norm(x, 2, norm.weight, norm.bias, **whole)
-    assert calls == [given]
-    assert y.dtype == expected.dtype
-    assert torch.equal(y, expected)
+def served_in_a_thread(call) -> list[str | None]:
+    """The thread's last rung before and after the call."""
+    found = []
+    thread = threading.Thread(
+        target=lambda: found.extend((steadynorm.last_rung(), call(), steadynorm.last_rung()))
+    )
+    thread.start()
+    thread.join()
+    return [found[0], found[-1]]
 
 
-def test_what_leaves_defaults_out_knows_the_schemas(norm):
-    arguments = torch.ops.steadynorm.group_norm.default._schema.arguments
-    assert [a.default_value for a in arguments[4:]] == [1e-5, "none", None]
+@pytest.mark.parametrize("call", [steadynorm.GroupNorm(3, 6), lambda x: steadynorm.group_norm(x, 3)])
+def test_each_thread_has_its_last_rung(call):
+    x = normal(2, 6, 5)
+    for _ in range(2):
+        call(x)
+        assert served_in_a_thread(lambda: call(x)) == [None, rungs.NATIVE]
 
 
 @pytest.mark.parametrize(
