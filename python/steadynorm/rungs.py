@@ -125,7 +125,7 @@ def serve(
     served = _function_served if module is None else module._served_by
     settled = served == _BY_NATIVE and native_rung.off is None and native_rung.failure is None
     if (settled or _may_serve(native_rung, module)) and (
-        _refused.get(input.device, "") is None or why_not_native(input.device) is None
+        _refused.get(input.device, "") is None or input.is_cpu or why_not_native(input.device) is None
     ):
         try:
             output = native.operator(input, num_groups, weight, bias, eps, activation, out_dtype)
@@ -173,7 +173,7 @@ def serve_residual(
     if torch.compiler.is_compiling():
         if _inlines_native(input.device):
             return native.traced_residual(input, residual, *options)
-    elif _may_serve(native_rung, module) and why_not_native(input.device) is None:
+    elif _may_serve(native_rung, module) and (input.is_cpu or why_not_native(input.device) is None):
         try:
             outputs = native.residual_operator(input, residual, *options)
         except Exception as error:
@@ -264,10 +264,11 @@ def why_not_native(device: torch.device) -> str | None:
     """Why the native library does not serve tensors of `device`; None: it does."""
     if native.reason is not None:
         return native.reason
-    if is_compiling():  # what is remembered would be guarded, and the code compiled again once it is
-        return _native.why_not_on(native, device)
     if device not in _refused:
-        reason = _refused[device] = _native.why_not_on(native, device)
+        reason = _native.why_not_on(native, device)
+        if is_compiling():
+            return reason
+        _refused[device] = reason
         if reason is not None:
             warn(f"{INSTEAD}: {reason}")
     return _refused[device]

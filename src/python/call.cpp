@@ -31,10 +31,12 @@ using OptionalDType = std::optional<at::ScalarType>;
 
 // How PyTorch lays out a torch.Tensor and a torch.dtype. `learn` tries it before anything relies on it.
 struct PyTensor {
-  PyObject_HEAD Tensor value;
+  PyObject head;
+  Tensor value;
 };
 struct PyDType {
-  PyObject_HEAD at::ScalarType value;
+  PyObject head;
+  at::ScalarType value;
 };
 
 const Tensor& tensor_of(PyObject* object) { return reinterpret_cast<PyTensor*>(object)->value; }
