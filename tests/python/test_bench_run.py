@@ -198,3 +198,12 @@ def test_summary_subtracts_the_empty_graph() -> None:
     found = timing.summarise([0.012, 0.013, 0.014], overhead_ms=0.003)
     assert (found.median_us, found.repeats) == (10.0, 3)
     assert found.p10_us == pytest.approx(9.2)
+
+
+def test_what_a_disturbed_run_measured_is_measured_again() -> None:
+    calm, disturbed = {"empty": [3.1, 3.0, 3.2]}, {"empty": [3.0, 36.0, 62.0]}
+    runs = iter([disturbed, disturbed, calm])
+    assert timing.undisturbed(lambda: next(runs)) == (calm, True)
+    runs = iter([disturbed] * 4)
+    assert timing.undisturbed(lambda: next(runs)) == (disturbed, False)
+    assert next(runs, None) is None

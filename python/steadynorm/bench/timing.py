@@ -57,6 +57,22 @@ def summarise(samples_ms: list[float], overhead_ms: float = 0.0) -> Time:
     )
 
 
+def disturbed(empty_ms: list[float]) -> bool:
+    """Whether something else held the device or the driver: an empty kernel takes the same time each time."""
+    return statistics.median(empty_ms) > 2 * min(empty_ms)
+
+
+def undisturbed(
+    sample: Callable[[], dict[str, list[float]]], tries: int = 4
+) -> tuple[dict[str, list[float]], bool]:
+    """What `sample()` measured, "empty" among it, and whether it is to be trusted: again while it is not."""
+    for _ in range(tries):
+        samples = sample()
+        if not disturbed(samples["empty"]):
+            return samples, True
+    return samples, False
+
+
 def spread_turns(counts: dict[str, int]) -> list[list[str]]:
     """Who is replayed in each turn, so that each name comes `counts[name]` times, evenly over all turns."""
     turns = max(counts.values())
@@ -198,15 +214,29 @@ class Timer:
         return wall_times(functions, self.budget_ms, self.repeats, torch.cuda.synchronize)
 
     def measure(self, graphs: dict[str, torch.cuda.CUDAGraph | Launch]) -> dict[str, Time]:
-        """Time of each graph, interleaved with the others and with the empty one."""
+        """Time of each graph, interleaved with the others and with the empty one.
+
+        Raises RuntimeError where even an empty kernel's time does not repeat.
+        """
         graphs = {"empty": self._empty, **graphs}
         counts = {name: self._repeats(graph) for name, graph in graphs.items()}
-        samples: dict[str, list[float]] = {name: [] for name in graphs}
-        for names in spread_turns(counts):
-            events = {name: self._replay(graphs[name]) for name in names}
-            torch.cuda.synchronize()
-            for name, (start, end) in events.items():
-                samples[name].append(start.elapsed_time(end))
+
+        def sample() -> dict[str, list[float]]:
+            samples: dict[str, list[float]] = {name: [] for name in graphs}
+            for names in spread_turns(counts):
+                events = {name: self._replay(graphs[name]) for name in names}
+                torch.cuda.synchronize()
+                for name, (start, end) in events.items():
+                    samples[name].append(start.elapsed_time(end))
+            return samples
+
+        samples, trusted = undisturbed(sample)
+        if not trusted:
+            empty = statistics.median(samples["empty"]) * 1e3
+            raise RuntimeError(
+                f"an empty kernel must take the same time each time, got a median of {empty:.1f} us "
+                f"and a least of {min(samples['empty']) * 1e3:.1f}: is the device used by others?"
+            )
         overhead = statistics.median(samples["empty"])
         result = {name: summarise(values, overhead) for name, values in samples.items() if name != "empty"}
         result["empty"] = summarise(samples["empty"])
