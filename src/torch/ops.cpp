@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <c10/core/CPUAllocator.h>
+#include <sys/mman.h>
 #include <torch/csrc/stable/c/shim.h>
 #include <torch/library.h>
 
@@ -29,6 +30,24 @@ void parallel(std::int64_t count, const cpu::ParallelBody& body) {
   TORCH_CHECK(error == AOTI_TORCH_SUCCESS, "group_norm: a thread of the CPU backend failed");
 }
 
+// Fresh memory comes in pages of 4 KiB, and a fault for each of them costs more than the norm: 1x512x128x128
+// fp32 channels_last took 12.7 ms instead of 3.1, 8193 faults instead of 530 (EPYC 9005, 2 cores, Linux 6.18,
+// 2026-12). So large outputs ask for pages of 2 MiB, where the system gives them to who asks. A smaller block
+// need not hold one.
+constexpr std::size_t kHugePageBytes = 4 << 20;
+
+void ask_for_huge_pages([[maybe_unused]] const Tensor& output) {
+#if defined(MADV_HUGEPAGE)
+  const std::size_t bytes = output.nbytes();
+  if (bytes < kHugePageBytes) return;
+  constexpr std::uintptr_t kPage = 4096;
+  const auto data = reinterpret_cast<std::uintptr_t>(output.mutable_data_ptr());
+  const std::uintptr_t begin = (data + kPage - 1) / kPage * kPage, end = (data + bytes) / kPage * kPage;
+  // A request: where it is refused, the pages stay small.
+  static_cast<void>(madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE));
+#endif
+}
+
 struct Cpu {
   struct Guard {
     explicit Guard(at::Device) {}
@@ -37,7 +56,9 @@ struct Cpu {
   using BackwardArguments = cpu::BackwardArguments;
 
   static Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, at::MemoryFormat format) {
-    return Tensor(at::detail::empty_cpu(sizes, dtype, false, format));
+    Tensor output(at::detail::empty_cpu(sizes, dtype, false, format));
+    ask_for_huge_pages(output);
+    return output;
   }
 
   static c10::Allocator* allocator() { return c10::GetCPUAllocator(); }
