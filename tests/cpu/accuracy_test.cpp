@@ -143,6 +143,21 @@ TEST(CpuAccuracy, VarianceSurvivesAnOffset) {
   EXPECT_TRUE(statistics_within_bounds("offset", p, forward.statistics.data(), expected));
 }
 
+// Rounding the mean of eight such values to fp32 loses a thousand times the bound. Beside groups of values so
+// small that their squares are lost, whose sums are taken again, and alone.
+TEST(CpuAccuracy, MeanFarFromZeroSurvivesBesideTinyValues) {
+  for (const std::int64_t S : {70, 9000})
+    for (const double other : {1e-20, 1.0}) {
+      const Problem p = problem(1, 6, 2, S, Layout::channels_last);
+      Data data = make_data(p, Kind::normal, 9);
+      for (std::size_t i = 0; i < data.x.size(); ++i)
+        data.x[i] = round_to(DType::float32, i % 6 < 3 ? other * data.x[i] : 1e4 + data.x[i]);
+      const Forward forward = run_forward(p, Inputs(p, data));
+      EXPECT_TRUE(
+          statistics_within_bounds(describe(p), p, forward.statistics.data(), expect_forward(p, data)));
+    }
+}
+
 // A serial fp32 sum of ones stops at 2^24.
 TEST(CpuAccuracy, MeanOfManyOnesIsExactlyOne) {
   for (const Layout layout : {Layout::contiguous, Layout::channels_last}) {
