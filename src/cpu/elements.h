@@ -75,10 +75,31 @@ STEADYNORM_HD AnyPointer<void> like(AnyPointer<const void>, MutableArray array) 
   return {array.data, array.type};
 }
 
-// f(offset, count, coefficients) for each vector of the tile. Columns: rows that are adjacent are taken one
-// at a time, as one stream (bf16 1x32x96^3 takes 1.3 of the time four at a time); pieces of rows four at a
-// time (one at a time bf16 1x512x32^3 takes 1.3; EPYC 9005, 2026-12).
-template <bool kRow, class F>
+// f(past, put): put(i, values, count) writes to element i of the array that begins at `to`; whether past the
+// caches, the constant `past` says.
+template <class Y, class F>
+STEADYNORM_HD void dispatch_output(const MutableArray& array, Y to, const Tile& tile, F&& f) {
+  if constexpr (std::is_pointer_v<Y>) {
+    constexpr std::uintptr_t kElement = sizeof(*to), kBytes = kWidth * kElement;
+    const auto first = reinterpret_cast<std::uintptr_t>(to + tile.offset);
+    if (array.past_caches && (first | static_cast<std::uintptr_t>(tile.stride) * kElement) % kBytes == 0) {
+      f(
+          std::true_type{}, [to](std::int64_t i, Floats values, int count) __attribute__((always_inline)) {
+            count == kWidth ? store_past(to + i, values) : store(to + i, values, count);
+          });
+      return finish_past();
+    }
+  }
+  f(
+      std::false_type{}, [to](std::int64_t i, Floats values, int count)
+                             __attribute__((always_inline)) { store(to + i, values, count); });
+}
+
+// f(offset, count, coefficients) for each vector of the tile. Columns: of rows that are adjacent two at a
+// time, which loads coefficients half as often, or one where they go past the caches (two streams take bf16
+// 1x32x96^3 1.5 times as long); pieces of rows four at a time (one at a time bf16 1x512x256x256 takes 1.4;
+// EPYC 9005, 2026-12).
+template <bool kRow, bool kPast, class F>
 STEADYNORM_HD void for_elements(const Tile tile, const Coefficients& k, F&& f) {
   const std::int64_t whole = tile.width / kWidth * kWidth;
   const int rest = static_cast<int>(tile.width - whole);
@@ -99,10 +120,11 @@ STEADYNORM_HD void for_elements(const Tile tile, const Coefficients& k, F&& f) {
       if (rest > 0)
         for (int i = 0; i < count; ++i) f(begin + i * tile.stride + whole, rest, column_element(k, whole));
     };
-    constexpr int kRows = 4;
     std::int64_t r = 0;
     if (tile.stride != tile.width)
-      for (; r + kRows <= tile.rows; r += kRows) rows(r, std::integral_constant<int, kRows>{});
+      for (; r + 4 <= tile.rows; r += 4) rows(r, std::integral_constant<int, 4>{});
+    if constexpr (!kPast)
+      for (; r + 2 <= tile.rows; r += 2) rows(r, std::integral_constant<int, 2>{});
     for (; r < tile.rows; ++r) rows(r, std::integral_constant<int, 1>{});
   }
 }

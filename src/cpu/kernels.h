@@ -39,6 +39,7 @@ struct Array {
 struct MutableArray {
   void* data;
   DType type;
+  bool past_caches = false;  // written there, where the instruction set can
 };
 
 // Elements offset + row * stride + column. Row kernels take at most kPanel rows, column kernels width <=

@@ -29,9 +29,11 @@ void add_tile(Array x, const void* residual, void* sum, const Tile& tile) {
 
 template <bool kRow>
 void apply_tile(Activation activation, Array x, MutableArray y, const Tile& tile, const Coefficients& k) {
-  dispatch_kernel(activation, x, y, [&](auto a, auto x, auto y) {
-    for_elements<kRow>(tile, k, [&](std::int64_t i, int count, const Element& element) {
-      store(y + i, activate<a.value>(affine(centred(load(x + i, count), element), element)), count);
+  dispatch_kernel(activation, x, y, [&](auto a, auto x, auto to) {
+    dispatch_output(y, to, tile, [&](auto past, auto put) {
+      for_elements<kRow, past.value>(tile, k, [&](std::int64_t i, int count, const Element& element) {
+        put(i, activate<a.value>(affine(centred(load(x + i, count), element), element)), count);
+      });
     });
   });
 }

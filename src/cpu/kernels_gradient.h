@@ -318,11 +318,12 @@ template <bool kRow>
 void gradient_tile(Activation activation, Array x, Array dy, MutableArray dx, const Tile& tile,
                    const Coefficients& k) {
   dispatch_kernel(activation, x, dy, [&](auto a, auto x, auto dy) {
-    const auto to = like(x, dx);
-    for_elements<kRow>(tile, k, [&](std::int64_t i, int count, const Element& element) {
-      const Floats from_mean = centred(load(x + i, count), element);
-      const Floats dz = activate_backward<a.value>(load(dy + i, count), affine(from_mean, element));
-      store(to + i, input_gradient(dz, from_mean, element), count);
+    dispatch_output(dx, like(x, dx), tile, [&](auto past, auto put) {
+      for_elements<kRow, past.value>(tile, k, [&](std::int64_t i, int count, const Element& element) {
+        const Floats from_mean = centred(load(x + i, count), element);
+        const Floats dz = activate_backward<a.value>(load(dy + i, count), affine(from_mean, element));
+        put(i, input_gradient(dz, from_mean, element), count);
+      });
     });
   });
 }

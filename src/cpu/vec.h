@@ -157,6 +157,32 @@ STEADYNORM_HD void store(T* to, Floats values) {
   std::memcpy(to, &v, sizeof v);
 }
 
+// The same past the caches, to an address that is a multiple of the vector's size in bytes: the line it is in
+// is not read first.
+template <class T>
+STEADYNORM_HD void store_past(T* to, Floats values) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float>)
+    _mm512_stream_ps(to, (__m512)values);
+  else
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), (__m256i)narrow<T>(values));
+#elif defined(__AVX2__)
+  if constexpr (std::is_same_v<T, float>)
+    _mm256_stream_ps(to, (__m256)values);
+  else
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to), (__m128i)narrow<T>(values));
+#else
+  store(to, values);
+#endif
+}
+
+// Such stores are seen by other threads after this.
+STEADYNORM_HD void finish_past() {
+#if defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+
 #if defined(__AVX512F__)
 template <class T>
 STEADYNORM_HD Floats load_some(const T* from, int count) {

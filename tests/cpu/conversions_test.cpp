@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Vector conversions of every instruction set against core's scalar ones, bit for bit.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -75,6 +77,45 @@ void expect_narrowed(DType dtype) {
 
 TEST(CpuConversions, NarrowToBfloat16) { expect_narrowed<BFloat16>(DType::bfloat16); }
 TEST(CpuConversions, NarrowToFloat16) { expect_narrowed<Float16>(DType::float16); }
+
+// Whole vectors go past the caches, if all of a tile's rows begin at a multiple of one; ends and what lies
+// between the rows do not.
+TEST(CpuConversions, WhatGoesPastTheCachesHasTheSameBits) {
+  constexpr std::int64_t kRows = 5, kMost = 1024;
+  alignas(64) float x[kMost], dy[kMost], near[kMost], past[kMost];
+  for (std::int64_t i = 0; i < kMost; ++i) x[i] = dy[i] = 0.37f * static_cast<float>(i % 83) - 11;
+  cpu::Coefficients k{};
+  for (int i = 0; i < cpu::kPanel; ++i) {
+    k.mean_hi[i] = k.rstd[i] = 0.5f;
+    k.scale[i] = k.weight[i] = k.mean_dz[i] = 1.0f + static_cast<float>(i);
+  }
+  for (const cpu::Kernels* kernels : instruction_sets())
+    for (const DType dtype : {DType::float32, DType::bfloat16, DType::float16})
+      for (const std::int64_t width : {1, 15, 16, 75, 80})
+        for (const std::int64_t stride : {80, 83})
+          for (const std::int64_t offset : {0, 3, 16}) {
+            const cpu::Tile tile{offset, kRows, stride, width};
+            const auto run = [&](float* to, bool past_caches, bool row, bool gradient) {
+              std::fill_n(to, kMost, -7.0f);
+              const cpu::MutableArray out{to, dtype, past_caches};
+              if (gradient)
+                (row ? kernels->row_gradient : kernels->column_gradient)(Activation::relu, {x, dtype},
+                                                                         {dy, dtype}, out, tile, k);
+              else
+                (row ? kernels->row_apply : kernels->column_apply)(Activation::relu, {x, dtype}, out, tile,
+                                                                   k);
+            };
+            for (const bool row : {false, true})
+              for (const bool gradient : {false, true}) {
+                run(near, false, row, gradient);
+                run(past, true, row, gradient);
+                ASSERT_EQ(std::memcmp(near, past, sizeof near), 0)
+                    << kernels->name << " " << size_of(dtype) << " bytes, width " << width << " stride "
+                    << stride << " offset " << offset << (row ? " row" : " column")
+                    << (gradient ? " gradient" : " apply");
+              }
+          }
+}
 
 }  // namespace
 }  // namespace steadynorm::test
