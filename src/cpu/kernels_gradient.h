@@ -64,9 +64,10 @@ STEADYNORM_HD Terms sum_rows(X x, Y dy, std::int64_t stride, int rows, int count
       return terms<A>(load(x + v * stride), load(dy + v * stride), k);
     };
     if (last == kWidth) {
-      if (rows == 8) return pairwise<8>(whole);
-      if (rows == 4) return pairwise<4>(whole);
-      if (rows == 2) return pairwise<2>(whole);
+      Terms sum;
+      dispatch_rows(
+          rows, [&](auto count) __attribute__((always_inline)) { sum = pairwise<count.value>(whole); });
+      return sum;
     }
   }
   const auto row = [&](int v) __attribute__((always_inline)) {
