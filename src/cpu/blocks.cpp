@@ -71,10 +71,13 @@ void block_elements(const Problem& p, const ChannelSource& source, const Pass& p
   const std::int64_t step = p.layout == Layout::channels_last ? kPanel : channels_per_item(S);
   for (std::int64_t first = channels.first; first < channels.end; first += step) {
     const std::int64_t count = std::min(step, channels.end - first);
-    if (p.layout == Layout::contiguous)
+    if (p.layout == Layout::contiguous) {
       row_elements(p, source, pass, first, count, 0, S, k, body);
-    else
-      column_elements(p, source, pass, first / C, first % C, count, 0, S, k, body);
+      continue;
+    }
+    const std::int64_t n = first / C, c = first % C, times = positions_at_once(p, count, S);
+    column_coefficients(p, source, pass, n, c, count, times, k);
+    column_elements(p, n, c, count, times, 0, S, k, body);
   }
 }
 

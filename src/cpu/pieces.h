@@ -69,16 +69,26 @@ inline void row_elements(const Problem& p, const ChannelSource& source, const Pa
   }
 }
 
-// The same for positions [s, s + length) of `count` channels_last channels of a sample. Narrow rows are taken
-// several positions at once.
-template <class Body>
-inline void column_elements(const Problem& p, const ChannelSource& source, const Pass& pass, std::int64_t n,
-                            std::int64_t c, std::int64_t count, std::int64_t s, std::int64_t length,
-                            Coefficients& k, const Body& body) {
-  const std::int64_t C = p.channels, offset = (n * p.positions + s) * C + c;
-  const std::int64_t times = count == C ? std::min(kPanel / count, length) : 1;
-  (source.*pass.coefficients)(n * C + c, count, k);
+// Positions of `count` channels_last channels that lie side by side: narrow rows are taken several at once.
+inline std::int64_t positions_at_once(const Problem& p, std::int64_t count, std::int64_t most) {
+  return count == p.channels ? std::min(kPanel / count, most) : 1;
+}
+
+// Coefficients for `times` positions of channels [c, c + count) of sample n.
+inline void column_coefficients(const Problem& p, const ChannelSource& source, const Pass& pass,
+                                std::int64_t n, std::int64_t c, std::int64_t count, std::int64_t times,
+                                Coefficients& k) {
+  (source.*pass.coefficients)(n * p.channels + c, count, k);
   repeat_all(k, pass, count, times);
+}
+
+// Calls body(false, tile, coefficients) for positions [s, s + length) of `count` channels_last channels of a
+// sample, `times` of them at once.
+template <class Body>
+inline void column_elements(const Problem& p, std::int64_t n, std::int64_t c, std::int64_t count,
+                            std::int64_t times, std::int64_t s, std::int64_t length, const Coefficients& k,
+                            const Body& body) {
+  const std::int64_t C = p.channels, offset = (n * p.positions + s) * C + c;
   const std::int64_t rows = length / times, rest = length % times;
   body(false, Tile{offset, rows, times * C, times * count}, k);
   if (rest > 0) body(false, Tile{offset + rows * times * C, 1, 0, rest * count}, k);

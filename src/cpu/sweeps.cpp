@@ -27,13 +27,16 @@ void elementwise_sweep(const Problem& p, const ChannelSource& source, const Pass
   } else {
     const std::int64_t width = std::min<std::int64_t>(C, kPanel), panels = divide_up(C, kPanel);
     const std::int64_t positions = divide_up(kItemValues, width), parts = divide_up(S, positions);
+    const std::int64_t times = positions_at_once(p, width, S);
     parallel(N * parts * panels, [&](std::int64_t begin, std::int64_t end) {
       Coefficients k{};
       for (std::int64_t item = begin; item < end; ++item) {
         const std::int64_t n = item / (parts * panels), c = item % panels * kPanel;
-        const std::int64_t s = item / panels % parts * positions;
-        column_elements(p, source, pass, n, c, std::min(width, C - c), s, std::min(positions, S - s), k,
-                        body);
+        const std::int64_t s = item / panels % parts * positions, count = std::min(width, C - c);
+        // Those of one panel serve all positions of a sample.
+        if (item == begin || panels > 1 || item % parts == 0)
+          column_coefficients(p, source, pass, n, c, count, times, k);
+        column_elements(p, n, c, count, times, s, std::min(positions, S - s), k, body);
       }
     });
   }
