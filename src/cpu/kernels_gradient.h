@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
+#include <utility>
 
 #include "core/formulas.h"
 #include "core/tree.h"
@@ -155,26 +157,39 @@ inline int short_row_lanes(std::int64_t width) {
   return lanes;
 }
 
-inline void short_row_trees(const float* terms, int rows, int lanes, std::int64_t width, float* sums) {
-  alignas(64) float lane[kLeafBlock / kLaneWidth];
-  alignas(64) double nodes[2][kLeafBlock / kLaneWidth];
-  int count = rows * lanes;
+constexpr int kShortRowLanes = kLeafBlock / kLaneWidth;  // of a block of rows
+
+// The sums of lanes that lie one after the other.
+inline void short_row_lane_sums(const float* terms, int count, float* lane) {
   for (int l = 0; l < count; l += kWidth) {
     LaneColumns columns;
     for (int i = 0; i < kLaneWidth; ++i) columns[i] = load(terms + l * kLaneWidth + i * kWidth);
     store(lane + l, lane_sums(columns) + 0.0f);
   }
-  for (int l = 0; l < count; ++l) nodes[0][l] = static_cast<double>(lane[l]);
+}
+
+typedef double Doubles __attribute__((vector_size(4 * kWidth)));
+
+template <int... i>
+STEADYNORM_HD Doubles add_neighbours(const double* from, std::integer_sequence<int, i...>) {
+  Doubles a, b;
+  std::memcpy(&a, from, sizeof a);
+  std::memcpy(&b, from + kWidth / 2, sizeof b);
+  return __builtin_shufflevector(a, b, (2 * i)...) + __builtin_shufflevector(a, b, (2 * i + 1)...);
+}
+
+// The trees over the rows' lanes, for a whole block of rows: of those beyond `rows` nothing is read.
+inline void short_row_trees(const float* lane, int rows, int lanes, std::int64_t width, float* sums) {
+  alignas(64) double nodes[2][kShortRowLanes];
   const int present = static_cast<int>(divide_up(width, kLaneWidth));
-  if (present < lanes)  // the absent ones are -0: adding it changes nothing
-    for (int r = 0; r < rows; ++r)
-      for (int l = present; l < lanes; ++l) nodes[0][r * lanes + l] = -0.0;
+  for (int l = 0; l < kShortRowLanes; ++l)  // the absent ones are -0: adding it changes nothing
+    nodes[0][l] = (l & (lanes - 1)) < present ? static_cast<double>(lane[l]) : -0.0;
   int from = 0;
-  for (; count > rows; count /= 2, from = 1 - from) {
-    const double* __restrict in = nodes[from];
-    double* __restrict out = nodes[1 - from];
-    for (int i = 0; i < count / 2; ++i) out[i] = in[2 * i] + in[2 * i + 1];
-  }
+  for (int count = kShortRowLanes / 2; lanes > 1; lanes /= 2, count /= 2, from = 1 - from)
+    for (int i = 0; i < count; i += kWidth / 2) {
+      const Doubles sum = add_neighbours(nodes[from] + 2 * i, std::make_integer_sequence<int, kWidth / 2>{});
+      std::memcpy(nodes[1 - from] + i, &sum, sizeof sum);
+    }
   for (int r = 0; r < rows; ++r) sums[r] = static_cast<float>(nodes[from][r]);
 }
 
@@ -182,8 +197,9 @@ template <Activation A, class X, class Y>
 void short_row_sums(X x, Y dy, const Tile& tile, const Coefficients& k, float* dz, float* dz_normalized) {
   // A row narrower than a vector may write into its successor, before that is written.
   alignas(64) float dz_terms[kLeafBlock + kWidth], dz_normalized_terms[kLeafBlock + kWidth];
+  alignas(64) float dz_lanes[kShortRowLanes] = {}, dz_normalized_lanes[kShortRowLanes] = {};
   const int width = static_cast<int>(tile.width), lanes = short_row_lanes(width);
-  const int padded = lanes * kLaneWidth, most = smaller(kLeafBlock / padded, tile.rows);
+  const int padded = lanes * kLaneWidth, most = kLeafBlock / padded;
   const int whole = width / kChunk * kChunk;
   for (std::int64_t first = 0; first < tile.rows; first += most) {
     const int rows = smaller(tile.rows - first, most);
@@ -213,8 +229,10 @@ void short_row_sums(X x, Y dy, const Tile& tile, const Coefficients& k, float* d
         }
       }
     }
-    short_row_trees(dz_terms, rows, lanes, width, dz + first);
-    short_row_trees(dz_normalized_terms, rows, lanes, width, dz_normalized + first);
+    short_row_lane_sums(dz_terms, rows * lanes, dz_lanes);
+    short_row_lane_sums(dz_normalized_terms, rows * lanes, dz_normalized_lanes);
+    short_row_trees(dz_lanes, rows, lanes, width, dz + first);
+    short_row_trees(dz_normalized_lanes, rows, lanes, width, dz_normalized + first);
   }
 }
 
