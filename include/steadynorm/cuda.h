@@ -22,6 +22,9 @@ struct ForwardArguments {
   void* workspace = nullptr;       // forward_workspace(problem) bytes, 256-byte aligned, any contents
   const void* residual = nullptr;  // x's layout and dtype; null: none. With one the statistics and y are of
   void* sum = nullptr;             // x + residual, rounded once to x's dtype, which is written here
+  // Whether a launch may be cooperative: one that needs all of its places on the device at once, and waits
+  // for whatever holds them. Faster for some tensors, where nothing else stays on the device for long.
+  bool cooperative = false;
 };
 
 struct BackwardArguments {
@@ -34,6 +37,7 @@ struct BackwardArguments {
   void* dweight = nullptr;
   void* dbias = nullptr;
   void* workspace = nullptr;  // backward_workspace(problem) bytes, 256-byte aligned, any contents
+  bool cooperative = false;   // as in forward
 };
 
 std::size_t forward_workspace(const Problem&);

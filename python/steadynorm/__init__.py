@@ -9,6 +9,7 @@ from importlib import metadata as _metadata
 
 from . import rungs as _rungs
 from .convert import convert_group_norm, report
+from .cooperative import set_cooperative
 from .functional import MATCH_STOCK_DTYPE, group_norm
 from .module import GroupNorm
 from .rungs import last_rung, set_rung
@@ -28,5 +29,6 @@ __all__ = [
     "group_norm",
     "last_rung",
     "report",
+    "set_cooperative",
     "set_rung",
 ]

@@ -98,7 +98,19 @@ struct Queues {
         next{static_cast<cudaStream_t>(stream), plan.overlap} {}
 };
 
-const Planned& planned(const Problem& problem) { return planned(problem, current_device()); }
+// The current device's facts; and the same of a device that must not wait until all of it is free.
+struct KnownDevice {
+  DeviceInfo info, shared;
+
+  explicit KnownDevice(const DeviceInfo& found) : info(found), shared(found) { shared.runs_together = false; }
+};
+
+const KnownDevice& known_device();
+
+const Planned& planned(const Problem& problem, bool cooperative) {
+  const KnownDevice& device = known_device();
+  return planned(problem, cooperative ? device.info : device.shared);
+}
 
 bool stays_on_chip(const Plan& plan, const ForwardArguments& a) {
   return plan.forward_on_chip.blocks > 0 && a.residual == nullptr && vectors_are_aligned({a.x, a.y});
@@ -204,44 +216,46 @@ void run(const Planned& planned, const Problem& problem, const BackwardArguments
           "the input gradient kernel");
 }
 
-}  // namespace
-
 // A device's facts never change, so they are read once.
-const DeviceInfo& current_device() {
-  static std::array<std::atomic<const DeviceInfo*>, kMaxDevices> known;
+const KnownDevice& known_device() {
+  static std::array<std::atomic<const KnownDevice*>, kMaxDevices> known;
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   if (device >= kMaxDevices)
     throw Unsupported("group_norm: at most " + std::to_string(kMaxDevices) + " devices, got device " +
                       std::to_string(device));
   auto& entry = known[static_cast<std::size_t>(device)];
-  if (const DeviceInfo* info = entry.load(std::memory_order_acquire)) return *info;
-  static std::array<std::unique_ptr<const DeviceInfo>, kMaxDevices> owned;
+  if (const KnownDevice* one = entry.load(std::memory_order_acquire)) return *one;
+  static std::array<std::unique_ptr<const KnownDevice>, kMaxDevices> owned;
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
-  auto& info = owned[static_cast<std::size_t>(device)];
-  if (!info) info = std::make_unique<const DeviceInfo>(query(device));
-  entry.store(info.get(), std::memory_order_release);
-  return *info;
+  auto& one = owned[static_cast<std::size_t>(device)];
+  if (!one) one = std::make_unique<const KnownDevice>(query(device));
+  entry.store(one.get(), std::memory_order_release);
+  return *one;
 }
+
+}  // namespace
+
+const DeviceInfo& current_device() { return known_device().info; }
 
 std::size_t forward_workspace(const Problem& problem) { return forward_layout(problem).bytes; }
 std::size_t backward_workspace(const Problem& problem) { return backward_layout(problem).bytes; }
 
 std::size_t forward_workspace(const Problem& problem, const ForwardArguments& a) {
-  const Planned& p = planned(problem);
+  const Planned& p = planned(problem, a.cooperative);
   return stays_on_chip(p.plan, a) && !p.plan.forward_on_chip.together ? 0 : p.forward.bytes;
 }
 
 std::size_t backward_workspace(const Problem& problem, const BackwardArguments& a) {
-  const Planned& p = planned(problem);
+  const Planned& p = planned(problem, a.cooperative);
   const bool none =
       stays_on_chip(p.plan, a) && !p.plan.backward_on_chip.together && !leaves_rows(p.plan, problem, a);
   return none ? 0 : p.backward.bytes;
 }
 
 void forward(const Problem& problem, const ForwardArguments& a, Stream stream) {
-  const Planned& p = planned(problem);
+  const Planned& p = planned(problem, a.cooperative);
   if (problem.samples > 0) run(p, problem, a, stream);
 }
 
@@ -250,7 +264,7 @@ void forward(const Plan& plan, const Problem& problem, const ForwardArguments& a
 }
 
 void backward(const Problem& problem, const BackwardArguments& a, Stream stream) {
-  run(planned(problem), problem, a, stream);
+  run(planned(problem, a.cooperative), problem, a, stream);
 }
 
 void backward(const Plan& plan, const Problem& problem, const BackwardArguments& a, Stream stream) {
@@ -258,7 +272,7 @@ void backward(const Plan& plan, const Problem& problem, const BackwardArguments&
 }
 
 void moments(const Problem& problem, const void* x, double* moments, void* workspace, Stream stream) {
-  const Planned& p = planned(problem);
+  const Planned& p = planned(problem, false);
   if (problem.samples == 0) return;
   ForwardCall call{};
   describe(call, p.d, problem, x, nullptr, nullptr);
@@ -269,7 +283,7 @@ void moments(const Problem& problem, const void* x, double* moments, void* works
 }
 
 void apply(const Problem& problem, const ForwardArguments& a, const double* moments, Stream stream) {
-  const Planned& p = planned(problem);
+  const Planned& p = planned(problem, false);
   if (problem.samples == 0) return;
   const Queues queues(p.plan, stream);
   ForwardCall call{};

@@ -158,12 +158,16 @@ OnChip choose_slabs(const Problem& p, const Tree& tree, int width, bool backward
     if (const OnChip narrow = make(4, false, 4);
         narrow.blocks > 0 && starts_at_once(p, narrow, backward, device))
       return narrow;
-  const bool fast = cluster.blocks > 0 && cluster.blocks <= (backward ? 4 : kPortableCluster);
-  if (fast && starts_at_once(p, cluster, backward, device)) return cluster;
+  const bool small = cluster.blocks > 0 && cluster.blocks <= kPortableCluster;
+  const bool at_once = small && starts_at_once(p, cluster, backward, device);
+  if (at_once && (cluster.blocks <= 4 || !backward)) return cluster;
   if (const OnChip meeting = make(width, true, backward ? 9 : 8); meeting.blocks > 0) return meeting;
-  constexpr int kOverlapping = 4;  // blocks of an SM
-  if (cluster.blocks > kPortableCluster || cluster.blocks == 0) return {};
-  return resident(p, cluster, backward, device) >= kOverlapping ? cluster : OnChip{};
+  if (at_once) return cluster;
+  constexpr int kOverlapping = 4;  // blocks of an SM; and half of them again
+  const std::int64_t places = resident(p, cluster, backward, device) * device.sms;
+  const bool overlap =
+      places >= kOverlapping * device.sms && 2 * launch_of_slabs(p, cluster, backward).blocks >= 3 * places;
+  return small && overlap ? cluster : OnChip{};
 }
 
 }  // namespace

@@ -6,6 +6,8 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <atomic>
+
 #include "steadynorm/cuda.h"
 #include "torch/residual.h"
 
@@ -13,10 +15,18 @@ namespace steadynorm::binding {
 
 namespace {
 
+// A choice of the process, as PyTorch's own about algorithms are. A call takes it once.
+std::atomic<bool> cooperative{false};
+
+template <class Arguments>
+struct Chosen : Arguments {
+  Chosen() { this->cooperative = binding::cooperative.load(std::memory_order_relaxed); }
+};
+
 struct Cuda {
   using Guard = c10::cuda::CUDAGuard;
-  using ForwardArguments = cuda::ForwardArguments;
-  using BackwardArguments = cuda::BackwardArguments;
+  using ForwardArguments = Chosen<cuda::ForwardArguments>;
+  using BackwardArguments = Chosen<cuda::BackwardArguments>;
 
   // Straight from the allocator: half the host time of at::empty, three of which were a third of a forward
   // call (H200 host, 2 x 1280 x 8 x 8).
@@ -57,6 +67,11 @@ struct Cuda {
 };
 
 }  // namespace
+
+TORCH_LIBRARY_FRAGMENT(steadynorm, library) {
+  library.def("set_cooperative(bool on) -> ()",
+              [](bool on) { cooperative.store(on, std::memory_order_relaxed); });
+}
 
 TORCH_LIBRARY_IMPL(steadynorm, CUDA, library) {
   register_kernels<Cuda>(library);

@@ -149,6 +149,38 @@ TEST_F(CudaBits, OfSlabsOnChipAreTheCpus) {
   EXPECT_GE(meeting, 30);
 }
 
+// A call that may not wait for the whole device is served in another way, with the same bits.
+TEST_F(CudaBits, DoNotDependOnCooperativeLaunches) {
+  const cuda::DeviceInfo& device = cuda::current_device();
+  cuda::DeviceInfo shared = device;
+  shared.runs_together = false;
+  for (const auto& [positions, channels] : {std::pair{2056, 80}, {1030, 160}}) {
+    const Problem p = make_problem(2, channels, 2, positions, Layout::channels_last, DType::bfloat16);
+    if (!cuda::choose_plan(p, device).group_gradient.together)
+      GTEST_SKIP() << "needs a device that can run all blocks of a launch together";
+    const cuda::Plan plan = cuda::choose_plan(p, shared);
+    ASSERT_FALSE(plan.group.together || plan.group_gradient.together);
+    const Inputs in(p, make_data(p, Kind::offset_1e3, 37));
+    const Forward expected = run_forward(p, in);
+    const Backward gradients = run_backward(p, in, expected.statistics);
+    const DeviceInputs inputs(in);
+    for (const bool cooperative : {true, false}) {
+      DeviceForward f(p, inputs);
+      DeviceBackward b(p, inputs, expected.statistics);
+      f.arguments.cooperative = b.arguments.cooperative = cooperative;
+      // Exactly what is asked for: less than that plan needs would be seen.
+      const DeviceArray forward(cuda::forward_workspace(p, f.arguments));
+      const DeviceArray backward(cuda::backward_workspace(p, b.arguments));
+      f.arguments.workspace = forward.get_or_null();
+      b.arguments.workspace = backward.get_or_null();
+      cuda::forward(p, f.arguments, nullptr);
+      cuda::backward(p, b.arguments, nullptr);
+      expect_same(describe(p), p, f.read(p), expected);
+      expect_same(describe(p), b.read(p), gradients);
+    }
+  }
+}
+
 // What is absent from a tree is not added: a sum of -0 stays -0. Leaves, units, blocks and channels that are
 // not there, all of them padded on chip.
 TEST_F(CudaBits, OfNegativeZerosOnChipAreTheCpus) {

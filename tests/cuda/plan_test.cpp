@@ -310,6 +310,25 @@ TEST(CudaPlan, BlocksThatMeetRunTogether) {
   }
 }
 
+// Without cooperative launches: by clusters that start at once, or by sweeps.
+TEST(CudaPlan, DoesWithoutMeetings) {
+  DeviceInfo shared = kDevices[1];
+  shared.runs_together = false;
+  std::map<std::string, std::string> blocks;  // of a slab, forward and backward
+  for (const Case& c : named_cases()) {
+    Problem p = c.problem;
+    if (p.layout != Layout::channels_last) continue;
+    p.x = p.y = DType::bfloat16;
+    const Plan plan = choose_plan(p, shared);
+    blocks[c.name] =
+        std::to_string(plan.forward_on_chip.blocks) + ", " + std::to_string(plan.backward_on_chip.blocks);
+  }
+  const std::map<std::string, std::string> expected = {
+      {"sdxl-1280x32", "8, 8"}, {"sdxl-2560x32", "0, 0"}, {"sdxl-640x64", "0, 0"}, {"sdxl-1920x32", "0, 0"},
+      {"sd15-320x64", "0, 0"},  {"unet3d-1024", "0, 0"},  {"sd15-640x32", "8, 8"}, {"sd15-1280x8", "1, 1"}};
+  for (const auto& [name, of] : expected) EXPECT_EQ(blocks[name], of) << name;
+}
+
 TEST(CudaPlan, OffersAlternativesToTest) {
   for (const Case& c : named_cases()) EXPECT_GE(legal_plans(c.problem, kDevices[1]).size(), 2u) << c.name;
 }

@@ -94,6 +94,7 @@ struct DeviceForward {
                  y.get(),
                  static_cast<float*>(statistics.get()),
                  workspace.get()};
+    arguments.cooperative = true;  // so that choose_plan() with all of the device's facts is what serves
   }
   Forward read(const Problem& p) const {
     Forward out{y.read(p.y), std::vector<float>(statistics.bytes() / sizeof(float))};
@@ -135,6 +136,7 @@ struct DeviceBackward {
         dbias(wanted.dbias ? bytes_of(p.bias.dtype, parameter_count(p, p.bias)) : 0),
         workspace(cuda::backward_workspace(p)) {
     check(cudaMemcpy(statistics.get(), saved.data(), statistics.bytes(), cudaMemcpyHostToDevice));
+    arguments.cooperative = true;
     arguments.x = in.x.get();
     arguments.dy = in.dy.get();
     arguments.weight = in.weight.get_or_null();

@@ -12,6 +12,8 @@ import torch
 from bits import as_bits, assert_same_bits
 from calls import GRADIENTS, LAYOUTS, assert_all_same_bits, memory_format, normal, parameters, step
 
+import steadynorm
+
 pytestmark = pytest.mark.gpu
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -197,6 +199,17 @@ def test_two_streams_at_once(problem):
     torch.cuda.synchronize()
     for i, outputs in enumerate(found):
         assert_all_same_bits(outputs, expected, f"stream {i % 2}, run {i // 2}")
+
+
+def test_cooperative_launches():
+    x, dy, weight, bias = operands((640, 64, 64), 2, "channels_last")
+    expected = step(x, 32, weight, bias, dy=dy, activation="silu")
+    steadynorm.set_cooperative(True)
+    try:
+        found = step(x, 32, weight, bias, dy=dy, activation="silu")
+    finally:
+        steadynorm.set_cooperative(False)
+    assert_all_same_bits(found, expected, "cooperative")
 
 
 def digest() -> str:

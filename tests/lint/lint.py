@@ -42,7 +42,7 @@ LAYERS = {
         {"src/cuda", "src/core", "include/steadynorm"},
         r"cuda\w*\.h|math_constants\.h|cooperative_groups(/\w+)?\.h|(cub|cuda)/.+",
     ),
-    "src/torch": ({"src/torch", "include/steadynorm"}, r"(torch|ATen|c10)/.+"),
+    "src/torch": ({"src/torch", "include/steadynorm"}, r"(torch|ATen|c10)/.+|sys/mman\.h"),
     "src/python": ({"src/python"}, r"(torch|ATen|c10)/.+|Python\.h"),
 }
 
