@@ -102,7 +102,8 @@ def legend(arms: tuple[str, ...], styles: dict[str, tuple[str, str]]) -> str:
 
 
 def cell(text: str, value: float | None = None, kind: str = "") -> str:
-    held = "" if value is None else f' data-value="{value:g}"'.replace("inf", "Infinity")
+    number = "" if value is None else f"{value:g}".replace("inf", "Infinity")
+    held = f' data-value="{number}"' if number not in ("", text) else ""
     return f"<td{held}" + (f' class="{kind}"' if kind else "") + f">{escape(text)}</td>"
 
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A column of words sorts by its text, one of numbers by data-value; rows without a number come last.
+// A column of words sorts by its text, one of numbers by data-value, or by the text where that is the number;
+// rows without a number come last.
 document.querySelectorAll("th button").forEach(function (button) {
   button.addEventListener("click", function () {
     var head = button.parentNode, table = head.closest("table"), body = table.tBodies[0];
@@ -8,7 +9,7 @@ document.querySelectorAll("th button").forEach(function (button) {
     head.setAttribute("aria-sort", down ? "descending" : "ascending");
     function key(row) {
       var cell = row.cells[head.cellIndex], text = cell.getAttribute("data-value");
-      return head.className === "word" ? cell.textContent : text === null ? NaN : Number(text);
+      return head.className === "word" ? cell.textContent : Number(text === null ? cell.textContent : text);
     }
     function order(a, b) {
       var x = key(a), y = key(b);

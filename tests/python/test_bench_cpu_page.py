@@ -191,12 +191,12 @@ function table(values) {
   var heads = [element("th", {"class": "word"}, [element("button", {}, [])]),
                element("th", {}, [element("button", {}, [])])];
   var rows = values.map(function (v) {
-    var number = v[1] === null ? {} : {"data-value": String(v[1])};
+    var number = typeof v[1] === "string" ? {"text": v[1]} : {"text": "near", "data-value": String(v[1])};
     return element("tr", {}, [element("td", {text: v[0]}, []), element("td", number, [])]); });
   var head = element("thead", {}, [element("tr", {}, heads)]);
   return element("table", {}, [head, element("tbody", {}, rows)]);
 }
-var one = table([["b", 10], ["a", null], ["d", 9], ["c", "Infinity"]]), two = table([["z", 2], ["y", 1]]);
+var one = table([["b", 10], ["a", "–"], ["d", "9"], ["c", Infinity]]), two = table([["z", 2], ["y", 1]]);
 var document = element("document", {}, [one, two]);
 function order(of) {
   return of.tBodies[0].rows.map(function (row) { return row.cells[0].textContent; }).join("");
