@@ -136,8 +136,8 @@ OnChip make_slabs_on_chip(const Problem& p, const Tree& tree, int width, bool to
 //             sdxl-640x64 26.4, 20.7, 23.0   sdxl-1920x32 26.8, 16.5, 20.1   unet3d-1024 28.4, 16.6, 22.1
 // Blocks of a cluster exchange sooner, but need SMs of one GPC at once: where not all clusters start
 // together, the last ones wait for SMs of which most have ended. Small blocks overlap then: (32, 320, 32,
-// 32), in two waves of four blocks an SM, 25.4 and 27.9 by sweeps; sdxl-2560x32 in fp32, two blocks an
-// SM, 24.7 and 22.1.
+// 32), in two waves of four blocks an SM, 25.4 and 27.9 by sweeps, (256, 512, 8, 8) without clusters 15.9 and
+// 30.4; sdxl-2560x32 in fp32, two blocks an SM, 24.7 and 22.1.
 OnChip choose_slabs(const Problem& p, const Tree& tree, int width, bool backward, const DeviceInfo& device,
                     const OnChipChoice& choice) {
   // A thread keeps one micro-batch, which is a leaf of up to 8192 positions.
@@ -163,11 +163,15 @@ OnChip choose_slabs(const Problem& p, const Tree& tree, int width, bool backward
   if (at_once && (cluster.blocks <= 4 || !backward)) return cluster;
   if (const OnChip meeting = make(width, true, backward ? 9 : 8); meeting.blocks > 0) return meeting;
   if (at_once) return cluster;
-  constexpr int kOverlapping = 4;  // blocks of an SM; and half of them again
+  if (!small) return {};
+  constexpr int kOverlapping = 4;                             // blocks of an SM; and half of them again
+  constexpr std::int64_t kMeasured = std::int64_t{40} << 20;  // bytes, for clusters
   const std::int64_t places = resident(p, cluster, backward, device) * device.sms;
   const bool overlap =
       places >= kOverlapping * device.sms && 2 * launch_of_slabs(p, cluster, backward).blocks >= 3 * places;
-  return small && overlap ? cluster : OnChip{};
+  const bool measured =
+      cluster.blocks == 1 || p.elements() * static_cast<std::int64_t>(size_of(p.x)) <= kMeasured;
+  return overlap && measured ? cluster : OnChip{};
 }
 
 }  // namespace
